@@ -1,0 +1,34 @@
+"""agentrl: reinforcement learning for language-model agents over multi-turn episodes.
+
+    from agentrl import Env, ToolEnv, Tool, tool, reward, StepResult
+
+Importing it imports no torch.
+"""
+
+from agentrl.env import Env, ToolEnv, register_env
+from agentrl.errors import AgentRLError, InfraError
+from agentrl.reward import Reward, reward
+from agentrl.samples import Sample
+from agentrl.tool import Tool, ToolLimits, tool
+from agentrl.types import Action, Observation, StepResult, Task, Trajectory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "AgentRLError",
+    "Env",
+    "InfraError",
+    "Observation",
+    "Reward",
+    "Sample",
+    "StepResult",
+    "Task",
+    "Tool",
+    "ToolEnv",
+    "ToolLimits",
+    "Trajectory",
+    "register_env",
+    "reward",
+    "tool",
+]

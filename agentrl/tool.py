@@ -1,0 +1,167 @@
+"""What users write: `@tool` functions and methods, and `Tool` for tools with state. How they are called is in toolbox.py.
+
+    @tool
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        '''
+        return a + b
+
+The schema the policy sees comes from the type hints and the docstring; arguments are checked and coerced by it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar, overload
+
+import docstring_parser
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from agentrl.errors import ContractError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__agentrl_tool__"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """How a tool may be used. Defaults suit a retriever."""
+
+    timeout_s: float = 30.0
+    """for one attempt"""
+    max_concurrency: int = 64
+    """calls at once, over all episodes"""
+    retries: int = 1
+    """further attempts after an infrastructure failure (never after an ordinary exception)"""
+    max_result_bytes: int = 32_768
+    """longer results are cut at a character boundary, before they are tokenised"""
+    max_hung: int = 8
+    """sync calls that may hang past their time limit before the tool fails at once"""
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """A callable with the schema that the policy sees and the limits it runs under."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON Schema of the arguments"""
+    fn: Callable[..., Any]
+    model: type[BaseModel]
+    limits: ToolLimits = field(default_factory=ToolLimits)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI-style function schema that chat templates take."""
+        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Check and coerce the arguments of a call.
+
+        Raises:
+            ValueError: a sentence that the policy can act on.
+        """
+        try:
+            parsed = self.model.model_validate(dict(given))
+        except ValidationError as e:
+            problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'arguments'}: {p['msg']}" for p in e.errors()[:3])
+            raise ValueError(f"bad arguments for {self.name}: {problems}") from e
+        return {name: getattr(parsed, name) for name in self.model.model_fields}
+
+
+class Tool:
+    """A tool with state: one instance per episode. Override `call`, and `setup` and `close` where needed."""
+
+    name: ClassVar[str] = ""
+    """what the policy calls it; default: the class name in snake case"""
+    limits: ClassVar[ToolLimits] = ToolLimits()
+
+    async def setup(self, seed: int) -> None:
+        """Called once before the first call."""
+
+    async def close(self) -> None:
+        """Called once, always."""
+
+    call: Callable[..., Any]
+    """the tool itself, sync or async; its signature and docstring make the schema"""
+
+
+@overload
+def tool(fn: F, /) -> F: ...
+@overload
+def tool(*, name: str | None = None, **limits: Any) -> Callable[[F], F]: ...
+def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
+    """Make a function or an Env's method a tool. Keyword arguments are those of `ToolLimits`. The function stays callable as it was."""
+
+    def mark(f: F) -> F:
+        setattr(f, _MARK, (name or f.__name__, ToolLimits(**limits)))
+        return f
+
+    return mark(fn) if fn is not None else mark
+
+
+def tools_of(obj: object) -> list[ToolSpec]:
+    """The `@tool` methods of an object, in the order they are written (base classes first)."""
+    names: dict[str, None] = {}
+    for cls in reversed(type(obj).__mro__):
+        names.update(dict.fromkeys(n for n, f in vars(cls).items() if hasattr(f, _MARK)))
+    return [spec_of(getattr(obj, n)) for n in names]
+
+
+def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
+    """The spec of a `@tool` function or bound method, a `Tool` instance, or a plain function.
+
+    Raises:
+        ContractError: no type hints that make a schema.
+    """
+    if isinstance(obj, Tool):
+        if not callable(getattr(obj, "call", None)):
+            raise ContractError(f"tool {type(obj).__name__} has no method `call`")
+        return replace(_spec(obj.call, type(obj).name or _snake(type(obj).__name__), obj.limits), fn=obj.call)
+    name, limits = getattr(obj, _MARK, (getattr(obj, "__name__", ""), ToolLimits()))
+    return _spec(obj, name, limits)
+
+
+_cache: dict[Callable[..., Any], ToolSpec] = {}
+
+
+def _spec(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
+    """Build (once per underlying function) the schema, then bind it to this callable."""
+    key = getattr(fn, "__func__", fn)
+    if key not in _cache:
+        _cache[key] = _build(fn, name, limits)
+    return replace(_cache[key], fn=fn)
+
+
+def _build(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
+    doc = docstring_parser.parse(inspect.getdoc(fn) or "")
+    about = {p.arg_name: p.description or "" for p in doc.params}
+    try:
+        hints = typing.get_type_hints(fn, include_extras=True)
+        fields: dict[str, Any] = {}
+        for p in inspect.signature(fn).parameters.values():
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                raise ContractError(f"tool {name}: *args and **kwargs cannot be described to the policy; name the parameters")
+            default = ... if p.default is p.empty else p.default
+            fields[p.name] = (hints.get(p.name, Any), Field(default, description=about.get(p.name) or None))
+        model = create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields)
+        schema = model.model_json_schema()
+    except (PydanticUserError, NameError, TypeError) as e:
+        raise ContractError(f"tool {name}: its signature makes no JSON schema: {e}") from e
+    schema.pop("title", None)
+    for prop in schema.get("properties", {}).values():
+        prop.pop("title", None)
+    return ToolSpec(name, doc.description or "", schema, fn, model, limits)
+
+
+def _snake(name: str) -> str:
+    return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))

@@ -1,0 +1,150 @@
+"""How tools are called: limits shared over episodes, retries, results made into text and cut, failures told apart.
+
+An exception of a tool is the policy's doing and becomes an observation, always: else a policy could erase its bad episodes. Only
+`InfraError` and transport errors are the infrastructure's; they are retried and then fail the episode (design §4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from agentrl.errors import InfraError, ToolFailure, suggest
+from agentrl.pool import Pool
+from agentrl.tool import ToolSpec
+from agentrl.types import Action, ToolCall, ToolResult
+
+TRANSPORT_ERRORS = (InfraError, ConnectionError)
+
+
+class ToolLimiter:
+    """The shared side of a tool: its pool of threads, its limit of calls at once, and its counts. One per tool name and runner."""
+
+    def __init__(self, spec: ToolSpec) -> None:
+        limits = spec.limits
+        self.slots = asyncio.Semaphore(limits.max_concurrency)
+        self.pool = Pool(f"tool-{spec.name}", threads=min(limits.max_concurrency, 32), max_abandoned=limits.max_hung)
+        self.counts: Counter[str] = Counter()
+        """calls, errors, timeouts, retries, cut"""
+
+
+class Toolbox:
+    """All tools of a run's environments by name, shared over episodes."""
+
+    def __init__(self) -> None:
+        self._limiters: dict[str, ToolLimiter] = {}
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Per tool: calls, errors, timeouts, retries, cut, hung."""
+        return {n: {**limiter.counts, "hung": limiter.pool.abandoned} for n, limiter in self._limiters.items()}
+
+    async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
+        """Run the action's calls, all at once, and return the action with their results in order.
+
+        Raises:
+            ToolFailure: a tool's infrastructure failed, also after its retries.
+        """
+        if not action.calls:
+            return action
+        results: Sequence[ToolResult]
+        if len(action.calls) == 1:
+            results = [await self._call(tools, action.calls[0])]
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_guard(self._call(tools, call))) for call in action.calls]
+            outcomes = [t.result() for t in tasks]
+            failure = next((o for o in outcomes if isinstance(o, ToolFailure)), None)
+            if failure is not None:
+                raise failure
+            results = [o for o in outcomes if isinstance(o, ToolResult)]
+        return replace(action, results=tuple(results))
+
+    def close(self) -> None:
+        """Let the pools' idle threads end."""
+        for limiter in self._limiters.values():
+            limiter.pool.close()
+
+    async def _call(self, tools: Mapping[str, ToolSpec], call: ToolCall) -> ToolResult:
+        spec = tools.get(call.name)
+        if spec is None:
+            return _error(call, f"unknown tool {call.name!r}{suggest(call.name, tools)}")
+        limiter = self._limiters.get(call.name) or self._limiters.setdefault(call.name, ToolLimiter(spec))
+        limiter.counts["calls"] += 1
+        try:
+            arguments = spec.arguments(call.arguments)
+        except ValueError as e:
+            limiter.counts["errors"] += 1
+            return _error(call, str(e))
+        started = time.perf_counter()
+        async with limiter.slots:
+            result = await self._attempts(spec, limiter, call, arguments)
+        return replace(result, duration_s=time.perf_counter() - started)
+
+    async def _attempts(self, spec: ToolSpec, limiter: ToolLimiter, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
+        for attempt in range(spec.limits.retries + 1):
+            try:
+                value = await limiter.pool.call(spec.fn, timeout_s=spec.limits.timeout_s, **arguments)
+                result = _cut(call, to_text(value), spec.limits.max_result_bytes)
+            except TimeoutError:
+                limiter.counts["timeouts"] += 1
+                return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
+            except TRANSPORT_ERRORS as e:
+                if attempt == spec.limits.retries:
+                    raise ToolFailure(f"tool {spec.name}: {e}", f"tool {spec.name}: {type(e).__name__}") from e
+                limiter.counts["retries"] += 1
+            except Exception as e:  # the policy's doing: it becomes an observation (design §4)
+                limiter.counts["errors"] += 1
+                return _cut(call, f"error: {type(e).__name__}: {e}", spec.limits.max_result_bytes, is_error=True)
+            else:
+                limiter.counts["cut"] += result.full_bytes is not None
+                return result
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _guard(call: Any) -> ToolResult | ToolFailure:
+    """Let sibling calls finish: a failure is returned, not raised into the task group."""
+    try:
+        result: ToolResult = await call
+    except ToolFailure as e:
+        return e
+    return result
+
+
+def _error(call: ToolCall, message: str) -> ToolResult:
+    return ToolResult(call.id, call.name, f"error: {message}", is_error=True)
+
+
+def to_text(value: Any) -> str:
+    """A tool's value as text: str as it is, bytes as UTF-8, None as nothing, the rest as JSON.
+
+    Raises:
+        TypeError: not representable (the policy then reads that as the tool's error).
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode("utf-8", errors="replace")
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+def _cut(call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
+    """Cut to `limit` bytes of UTF-8 at a character boundary, and say so in the text.
+
+    Lone surrogates, which no tokenizer takes, become '?'.
+    """
+    raw = text.encode("utf-8", errors="replace")
+    if len(raw) <= limit:
+        return ToolResult(call.id, call.name, text if raw.isascii() else raw.decode(), is_error)
+    head = raw[:limit].decode("utf-8", errors="ignore")
+    note = f"\n[cut: the first {len(head.encode())} of {len(raw)} bytes]"
+    return ToolResult(call.id, call.name, head + note, is_error, len(raw), hashlib.sha256(raw).hexdigest())
