@@ -57,6 +57,10 @@ class Recorder:
         """Tokens in the agent's current segment."""
         return len(self._segments[self._current[agent_id]].ids)
 
+    def last_span(self, agent_id: str = "policy") -> Span:
+        """The span appended last to the agent's current segment."""
+        return self._segments[self._current[agent_id]].spans[-1]
+
     def segment_index(self, agent_id: str = "policy") -> int:
         """Index of the agent's current segment."""
         return self._current[agent_id]

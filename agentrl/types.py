@@ -115,6 +115,23 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """One episode to be run, as the data source issued it."""
+
+    task: Task
+    group_index: int
+    index: int
+    """ordinal: counts every episode of the run, never given twice"""
+    attempt: int = 0
+    """0, then one more for each retry after a failure of infrastructure"""
+
+    @property
+    def episode_id(self) -> str:
+        """'{ordinal}-{attempt}'."""
+        return f"{self.index}-{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """One call that the policy made, parsed."""
 
@@ -258,11 +275,13 @@ class Turn:
     info: Mapping[str, Any] = field(default_factory=dict)
     state_key: str | None = None
     matched_stop: str | int | None = None
+    context_crc: int = 0
+    """CRC-32 of the ids as they were sent to the engine (little-endian int32); recomputed from the segment to check exactness"""
     observation_cut_tokens: int = 0
     """tokens of the observation that did not fit and were left out"""
     seed: int = 0
     timings: Mapping[str, float] = field(default_factory=dict)
-    """seconds: generate_s, tools_s, env_s, render_s; and cached_tokens"""
+    """seconds: generate_s, tools_s, env_s; and cached_tokens"""
     agent_id: str = "policy"
 
 

@@ -1,0 +1,365 @@
+"""One episode: the policy in one Env instance, from the first prompt to the finished, scored Trajectory.
+
+The order of limits (design §6), the first that holds ends the episode:
+
+1. EPISODE_TIMEOUT, at any moment;
+2. after a generation: MAX_TOKENS or CONTEXT_FULL if it was cut by length (whichever bound was the tighter one), then whatever the
+   environment says (TERMINATED, ENV_TRUNCATED), then INVALID_ACTION_LIMIT;
+3. before the next one: MAX_TURNS, MAX_TOKENS, CONTEXT_FULL. An observation that does not fit is cut, and the episode goes on only if
+   one more token has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.engine.base import Engine, Generation, SamplingParams
+from agentrl.env import Env
+from agentrl.errors import (
+    ContractError,
+    EngineAbort,
+    EngineFailure,
+    EnvFailure,
+    Failure,
+    RewardFailure,
+    ToolFailure,
+    boundary,
+)
+from agentrl.pool import Pool
+from agentrl.recorder import Recorder
+from agentrl.render.fit import fit
+from agentrl.render.template import Renderer
+from agentrl.reward import Scorer
+from agentrl.seeds import derive_seed
+from agentrl.tool import ToolSpec
+from agentrl.toolbox import Toolbox
+from agentrl.types import Action, EpisodeSpec, FinishReason, Message, Observation, ParseError, Provenance, StepResult, StopReason, Trajectory, Turn
+
+_STOP_REASONS: Mapping[type[Failure], StopReason] = {
+    EngineAbort: StopReason.ENGINE_ABORT,
+    EngineFailure: StopReason.ENGINE_FAILURE,
+    EnvFailure: StopReason.ENV_FAILURE,
+    ToolFailure: StopReason.TOOL_FAILURE,
+    RewardFailure: StopReason.REWARD_FAILURE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds an episode."""
+
+    max_turns: int = 8
+    max_response_tokens: int = 4096
+    """all tokens after the prompt: sampled, observations, scaffold"""
+    max_tokens_per_turn: int | None = None
+    """of one generation; None: what the response budget leaves"""
+    context_length: int = 8192
+    """prompt and response together"""
+    episode_timeout_s: float = 600.0
+    max_invalid_actions: int = 3
+    """turns whose action could not be parsed, before the episode ends"""
+    max_calls_per_turn: int = 8
+
+
+class EpisodeRunner:
+    """Everything the episodes of one environment share. `run` plays one; any number may run at once."""
+
+    def __init__(
+        self,
+        env: Callable[[], Env],
+        env_class: type[Env],
+        engine: Engine,
+        renderer: Renderer,
+        scorer: Scorer,
+        *,
+        limits: Limits,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> None:
+        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed)."""
+        self.make_env = env
+        self.env_class = env_class
+        self.engine = engine
+        self.renderer = renderer
+        self.scorer = scorer
+        self.limits = limits
+        self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
+        self.seed = seed
+        self.toolbox = Toolbox()
+        self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
+
+    async def run(self, spec: EpisodeSpec) -> Trajectory:
+        """Play, score and close. Failures come back as the trajectory's stop reason; only a cancel is raised."""
+        episode = Episode(self, spec)
+        started = time.perf_counter()
+        try:
+            reason, cause = await episode.play_bounded()
+        finally:
+            await asyncio.shield(episode.close())
+        episode.clock["episode_s"] = time.perf_counter() - started
+        trajectory = episode.trajectory(reason, cause)
+        if reason in _STOP_REASONS.values():
+            return trajectory
+        try:
+            return await self.scorer.score(trajectory)
+        except RewardFailure as e:
+            return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
+
+    def close(self) -> None:
+        """Let the idle threads of all pools end."""
+        self.toolbox.close()
+        self.env_pool.close()
+
+
+class Episode:
+    """The state of one episode while it runs."""
+
+    def __init__(self, runner: EpisodeRunner, spec: EpisodeSpec) -> None:
+        self.runner = runner
+        self.spec = spec
+        self.seed = derive_seed(runner.seed, spec.index, spec.attempt)
+        self.recorder = Recorder()
+        self.turns: list[Turn] = []
+        self.conversation: list[Message] = []
+        self.prompt_length = 0
+        self.invalid = 0
+        self.env: Env | None = None
+        self.tools: dict[str, ToolSpec] = {}
+        self.state: Mapping[str, Any] = {}
+        self.demonstration = False
+        self.clock: dict[str, float] = {"generate_s": 0.0, "tools_s": 0.0, "env_s": 0.0}
+
+    # -- from start to end -------------------------------------------------------------------------------------------
+
+    async def play_bounded(self) -> tuple[StopReason, str | None]:
+        """Play under the episode's time limit; failures become stop reasons, with their cause."""
+        timer = asyncio.timeout(self.runner.limits.episode_timeout_s)
+        try:
+            async with timer:
+                return await self.play(), None
+        except TimeoutError:
+            return StopReason.EPISODE_TIMEOUT, None
+        except Failure as e:
+            return _STOP_REASONS[type(e)], e.cause
+
+    async def play(self) -> StopReason:
+        """Turn after turn until something ends the episode."""
+        await self.reset()
+        while True:
+            room, bound = self.room()
+            if room <= 0:
+                return bound
+            generation = await self.generate(room)
+            if generation.finish_reason is FinishReason.LENGTH:
+                return bound
+            action = self.turns[-1].action
+            if action.calls:
+                action = await self.use_tools(action)
+            stop = await self.step(action)
+            if stop is not None:
+                return stop
+            if len(self.turns) >= self.runner.limits.max_turns:
+                return StopReason.MAX_TURNS
+            stop = self.observe()
+            if stop is not None:
+                return stop
+
+    async def reset(self) -> None:
+        """Make the environment, begin the task, render the first prompt."""
+        runner = self.runner
+        with boundary(EnvFailure, "env constructor"):
+            self.env = await runner.env_pool.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
+        self.tools = {t.name: t for t in self.env.tool_specs()}
+        with boundary(EnvFailure, "tool setup"):
+            for tool in self.env.tool_instances:
+                await tool.setup(derive_seed(self.seed, "tool"))
+        first = Observation.of(await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env")))
+        if not first.messages:
+            raise ContractError(f"{runner.env_class.label()}.reset returned an empty observation; return the first message")
+        system = runner.env_class.system_prompt
+        self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
+        self.recorder.open(self.runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]))
+        self.prompt_length = self.recorder.length()
+
+    def room(self) -> tuple[int, StopReason]:
+        """How many tokens may be sampled now, and the stop reason of the bound that sets it."""
+        limits, length = self.runner.limits, self.recorder.length()
+        context = limits.context_length - length
+        budget = limits.max_response_tokens - self.response_length()
+        if limits.max_tokens_per_turn is not None:
+            budget = min(budget, limits.max_tokens_per_turn)
+        return (context, StopReason.CONTEXT_FULL) if context < budget else (budget, StopReason.MAX_TOKENS)
+
+    def response_length(self) -> int:
+        """Tokens after the episode's first prompt (in the current segment: after its beginning, at least the first prompt's length)."""
+        return max(0, self.recorder.length() - self.prompt_length)
+
+    async def generate(self, room: int) -> Generation:
+        """Ask the engine, record exactly what it sampled, read the action."""
+        runner, index = self.runner, len(self.turns)
+        context = self.recorder.context()
+        seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
+        started = time.perf_counter()
+        with boundary(EngineFailure, "engine"):
+            generation = await runner.engine.generate(
+                context, replace(runner.sampling, max_new_tokens=room, seed=seed), session=self.spec.episode_id
+            )
+        elapsed = time.perf_counter() - started
+        if generation.finish_reason is FinishReason.ABORT:
+            raise EngineAbort("the engine gave the generation up", "engine abort")
+        if len(generation.ids) > room:
+            raise EngineFailure(f"asked for at most {room} tokens, the engine sent {len(generation.ids)}", "engine: too many tokens")
+        self.clock["generate_s"] += elapsed
+        self.demonstration |= generation.demonstration
+        self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
+        action = runner.renderer.parse(generation.ids, generation.finish_reason, runner.limits.max_calls_per_turn)
+        if not generation.ids:
+            action = replace(action, errors=(ParseError("structure", "the generation is empty"),))
+        self.turns.append(
+            Turn(
+                index=index,
+                segment=self.recorder.segment_index(),
+                context_length=len(context),
+                action=action,
+                matched_stop=generation.matched_stop,
+                context_crc=zlib.crc32(array("i", context).tobytes()),
+                seed=seed,
+                timings={"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
+            )
+        )
+        return generation
+
+    async def use_tools(self, action: Action) -> Action:
+        """Execute the action's calls."""
+        started = time.perf_counter()
+        done = await self.runner.toolbox.execute(self.tools, action)
+        elapsed = time.perf_counter() - started
+        self.clock["tools_s"] += elapsed
+        self.amend(action=done, timings={**self.turns[-1].timings, "tools_s": elapsed})
+        return done
+
+    async def step(self, action: Action) -> StopReason | None:
+        """Give the action to the environment; what ends the episode now, if anything."""
+        started = time.perf_counter()
+        result = await self.call_env("step", action)
+        elapsed = time.perf_counter() - started
+        if not isinstance(result, StepResult):
+            label = self.runner.env_class.label()
+            raise ContractError(f"{label}.step must return a StepResult, found {type(result).__name__}: {result!r:.80}")
+        self.clock["env_s"] += elapsed
+        self.amend(
+            observation=Observation.of(result.observation),
+            reward=check_reward(result.reward, self.runner.env_class),
+            info=dict(result.info),
+            state_key=result.state_key,
+            timings={**self.turns[-1].timings, "env_s": elapsed},
+        )
+        self.invalid += not action.valid
+        if result.terminated:
+            return StopReason.TERMINATED
+        if result.truncated:
+            return StopReason.ENV_TRUNCATED
+        return StopReason.INVALID_ACTION_LIMIT if self.invalid >= self.runner.limits.max_invalid_actions else None
+
+    def observe(self) -> StopReason | None:
+        """Append the observation and the next turn's header to the context; a stop reason if there is no room for another token."""
+        turn, renderer, limits = self.turns[-1], self.runner.renderer, self.runner.limits
+        messages = list(turn.observation.messages)
+        if not messages:
+            raise ContractError(f"{self.runner.env_class.label()}.step ended nothing and observed nothing; return an observation or terminated=True")
+        context_room = limits.context_length - self.recorder.length()
+        budget_room = limits.max_response_tokens - self.response_length()
+        sampled = self.last_ids()
+        delta, kept, cut = fit(renderer, messages, sampled, min(context_room, budget_room) - 1)
+        if delta is None:
+            return StopReason.CONTEXT_FULL if context_room <= budget_room else StopReason.MAX_TOKENS
+        if cut:
+            self.amend(observation=Observation(tuple(kept)), observation_cut_tokens=cut)
+        self.conversation += [{"role": "assistant", "content": turn.action.text}, *kept]
+        if delta.new_segment is None:
+            self.recorder.extend(delta.pieces, turn=turn.index)
+        else:
+            self.recorder.open(renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]), turn=turn.index)
+            self.amend(info={**turn.info, "new_segment": delta.new_segment})
+        return None
+
+    # -- pieces ------------------------------------------------------------------------------------------------------
+
+    def last_ids(self) -> tuple[int, ...]:
+        """What was sampled in the last turn."""
+        span = self.recorder.last_span()
+        sampled = span.turn == self.turns[-1].index and span.provenance in (Provenance.SAMPLED, Provenance.DEMONSTRATION)
+        return span.ids if sampled else ()
+
+    def amend(self, **changes: Any) -> None:
+        """Complete the turn under way."""
+        self.turns[-1] = replace(self.turns[-1], **changes)
+
+    async def call_env(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call one of the environment's methods under its time limit, off the event loop if it is sync."""
+        runner = self.runner
+        with boundary(EnvFailure, f"env {method}"):
+            return await runner.env_pool.call(getattr(self.env, method), *args, timeout_s=runner.env_class.timeout_s, **kwargs)
+
+    async def close(self) -> None:
+        """Take the environment's last state, then close it, its tools and the engine's session. Called once, whatever happened."""
+        await self.runner.engine.release(self.spec.episode_id)
+        if self.env is None:
+            return
+        try:
+            if type(self.env).state is not Env.state:
+                self.state = await self.call_env("state")
+            for tool in self.env.tool_instances:
+                with boundary(EnvFailure, "tool close"):
+                    await asyncio.wait_for(tool.close(), self.runner.env_class.timeout_s)
+        except Failure as e:
+            self.close_failure = e.cause
+        try:
+            await self.call_env("close")
+        except Failure as e:
+            self.close_failure = e.cause
+
+    close_failure: str | None = None
+    """why closing failed; the episode stands (it was over), the cause is counted"""
+
+    def trajectory(self, reason: StopReason, cause: str | None) -> Trajectory:
+        """The immutable record, not yet scored."""
+        spec = self.spec
+        self.clock["non_generation_s"] = max(0.0, self.clock.get("episode_s", 0.0) - self.clock["generate_s"])
+        return Trajectory(
+            episode_id=spec.episode_id,
+            group_index=spec.group_index,
+            index=spec.index,
+            attempt=spec.attempt,
+            task=spec.task,
+            env=self.runner.env_class.label(),
+            segments=self.recorder.segments(),
+            turns=tuple(self.turns),
+            stop_reason=reason,
+            cause=cause or (f"while closing: {self.close_failure}" if self.close_failure else None),
+            state=self.state,
+            seed=self.seed,
+            demonstration=self.demonstration,
+            timings=dict(self.clock),
+        )
+
+
+def check_reward(value: Any, env_class: type[Env]) -> float:
+    """A step reward as a float.
+
+    Raises:
+        ContractError: not a finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number or number in (float("inf"), float("-inf")) or isinstance(value, str):
+        raise ContractError(f"{env_class.label()}.step returned the reward {value!r:.60}; it must be a finite number")
+    return number

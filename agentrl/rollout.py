@@ -1,0 +1,147 @@
+"""Many episodes: bounded concurrency, retries, groups by id, group rewards, and the table that says what became of everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.episode import EpisodeRunner
+from agentrl.errors import RewardFailure, TooManyFailuresError
+from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
+
+
+@dataclass
+class CauseTable:
+    """Counts by stop reason and cause: the answer to 'why are there no training rows?'"""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    retried: int = 0
+    """failed episodes that were run again"""
+    dropped_groups: int = 0
+    """groups left with fewer than min_group_size members"""
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count one finished attempt."""
+        self.counts[trajectory.stop_reason.value, trajectory.cause or ""] += 1
+        for turn in trajectory.turns:
+            if "new_segment" in turn.info:
+                self.counts["(segment opened)", str(turn.info["new_segment"])] += 1
+
+    def merge(self, other: CauseTable) -> None:
+        """Add another table to this one."""
+        self.counts += other.counts
+        self.retried += other.retried
+        self.dropped_groups += other.dropped_groups
+
+    @property
+    def attempts(self) -> int:
+        """All finished attempts."""
+        return sum(n for (reason, _), n in self.counts.items() if not reason.startswith("("))
+
+    @property
+    def failures(self) -> int:
+        """Attempts that failed for reasons of infrastructure."""
+        return sum(n for (reason, _), n in self.counts.items() if not reason.startswith("(") and StopReason(reason).status is Status.FAILED)
+
+    def by_reason(self) -> dict[str, int]:
+        """Counts by stop reason alone."""
+        out: Counter[str] = Counter()
+        for (reason, _), n in sorted(self.counts.items()):
+            if not reason.startswith("("):
+                out[reason] += n
+        return dict(out)
+
+    def __str__(self) -> str:
+        rows = sorted(self.counts.items(), key=lambda kv: (-kv[1], kv[0]))
+        width = max([len(r) for (r, _), _ in rows] + [11])
+        lines = [f"{'stop reason':<{width}}  {'count':>7}  cause"]
+        lines += [f"{reason:<{width}}  {n:>7}  {cause}" for (reason, cause), n in rows]
+        return "\n".join([*lines, f"{self.retried} retried, {self.dropped_groups} groups dropped"])
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """How many at once, and how much failure is borne."""
+
+    concurrency: int = 64
+    max_retries: int = 2
+    """further attempts for an episode whose infrastructure failed"""
+    min_group_size: int = 2
+    """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
+    max_failure_share: float = 0.5
+    """of attempts; above it (and above 8 failures) the rollout stops"""
+
+
+Progress = Callable[[Trajectory], None]
+
+
+class Rollout:
+    """Runs groups of episodes on one EpisodeRunner."""
+
+    def __init__(self, runner: EpisodeRunner, limits: RolloutLimits) -> None:
+        self.runner = runner
+        self.limits = limits
+        self._slots = asyncio.Semaphore(limits.concurrency)
+
+    async def run(self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None) -> tuple[list[Group], CauseTable]:
+        """Run all groups; returns those that stand, in order, and the table. `progress` hears of every finished attempt.
+
+        Raises:
+            TooManyFailuresError: more than `max_failure_share` of the attempts failed.
+            UsageError: user code broke its contract; every other episode is closed first.
+        """
+        table = CauseTable()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
+        except* Exception as e:  # re-raised: the first error alone, not a group of what followed from it
+            raise _first(e) from None
+        done = [t.result() for t in running]
+        return [g for g in done if g is not None], table
+
+    async def _group(self, specs: Sequence[EpisodeSpec], table: CauseTable, progress: Progress | None) -> Group | None:
+        members = await asyncio.gather(*(self._episode(s, table, progress) for s in specs))
+        kept = [t for t in members if t is not None]
+        if len(kept) < min(self.limits.min_group_size, len(specs)):
+            table.dropped_groups += 1
+            return None
+        try:
+            kept = await self.runner.scorer.score_group(kept)
+        except RewardFailure as e:
+            for t in kept:
+                table.add(replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause))
+            table.dropped_groups += 1
+            self._check(table)
+            return None
+        return Group(specs[0].group_index, specs[0].task, tuple(kept))
+
+    async def _episode(self, spec: EpisodeSpec, table: CauseTable, progress: Progress | None) -> Trajectory | None:
+        """One episode with its retries; None if it is lost."""
+        while True:
+            async with self._slots:
+                trajectory = await self.runner.run(spec)
+            table.add(trajectory)
+            if progress is not None:
+                progress(trajectory)
+            if trajectory.status not in (Status.FAILED, Status.ABORTED):
+                return trajectory
+            self._check(table)
+            if spec.attempt >= self.limits.max_retries:
+                return None
+            table.retried += 1
+            spec = replace(spec, attempt=spec.attempt + 1)
+
+    def _check(self, table: CauseTable) -> None:
+        if table.failures > 8 and table.failures > self.limits.max_failure_share * table.attempts:
+            raise TooManyFailuresError(
+                f"{table.failures} of {table.attempts} episode attempts failed, more than max_failure_share "
+                f"{self.limits.max_failure_share:g} allows; the causes:\n{table}"
+            )
+
+
+def _first(error: BaseExceptionGroup[BaseException]) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
