@@ -42,6 +42,10 @@ class Env:
     """put before the first observation"""
     threads: ClassVar[int] = 32
     """sync methods at once, over all episodes of this class"""
+    input_key: ClassVar[str] = "prompt"
+    """column of data files that holds the prompt, unless `--input-key` says otherwise"""
+    label_key: ClassVar[str] = "label"
+    """column of data files that holds the label, unless `--label-key` says otherwise"""
     timeout_s: ClassVar[float] = 120.0
     """for one call of reset, step or close"""
 
@@ -64,6 +68,14 @@ class Env:
     def tasks(cls, split: str) -> Iterable[Task]:
         """The environment's own tasks of a split ('train', 'test'); `--prompt-data` overrides them."""
         raise ConfigError(f"environment {cls.label()} has no tasks of its own; give --prompt-data FILE")
+
+    @classmethod
+    def check_task(cls, task: Task) -> None:
+        """Refuse a task that this environment cannot run, before anything starts.
+
+        Raises:
+            DataError: what is wrong with it.
+        """
 
     @classmethod
     def label(cls) -> str:

@@ -1,0 +1,304 @@
+"""Settings: frozen dataclasses with a docstring per field. Layers, the later ones winning: defaults, the environment's own TOML
+(`envs/NAME.toml` beside its file), `--config FILE.toml`, flags. Unknown keys are errors with a suggestion.
+
+Field names are unique over all sections, so that each is also a flag: `rollout_batch_size` is `--rollout-batch-size`. Megatron's own
+settings live in the table `[megatron]` under Megatron's names, SGLang's in `[sglang]`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.errors import ConfigError, suggest
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where the run lives."""
+
+    run: str | None = None
+    """run folder, made anew; None: the next free `runs/NAME-NNN`"""
+    seed: int = 0
+    """every random draw of the run follows from it"""
+    save_interval: int = 10
+    """rollouts between checkpoints; the last rollout always saves"""
+    keep_checkpoints: int = 2
+    """older ones are removed; 0: keep all"""
+    tensorboard: bool = True
+    """write TensorBoard events"""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The policy."""
+
+    hf_checkpoint: str = "search_r1_3m"
+    """a model folder in Hugging Face layout, a hub id, or the name of an embedded model (`search_r1_3m`)"""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """passed to the chat template, e.g. enable_thinking = false"""
+
+
+@dataclass(frozen=True)
+class EnvSettings:
+    """The environment and its rewards."""
+
+    env: str = "search_r1"
+    """a registered name, `module:Class`, or `file.py[:Class]`"""
+    env_args: dict[str, Any] = field(default_factory=dict)
+    """constructor arguments; on the command line `--env-arg NAME=VALUE`, repeated"""
+    reward: tuple[str, ...] = ()
+    """NAME, NAME=WEIGHT, `module:fn` or `file.py:fn`; empty: the environment's own"""
+    action_format: str | None = None
+    """how actions are written (search_r1, hermes); None: the environment's choice, else the model family's"""
+    max_turns: int = 8
+    """generations in an episode"""
+    max_invalid_actions: int = 3
+    """turns that could not be parsed before the episode ends"""
+    max_calls_per_turn: int = 8
+    """tool calls in one turn; further ones are answered with an error"""
+    truncated_episodes: Literal["train", "mask", "drop"] = "train"
+    """MAX_TURNS, MAX_TOKENS, CONTEXT_FULL: train on them, mask them (they still count in the baseline), or drop them"""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Tasks."""
+
+    prompt_data: str | None = None
+    """JSONL or Parquet, `path@[a:b]` for a slice; None: the environment's own tasks"""
+    input_key: str | None = None
+    """column of the prompt (text or messages); None: the environment's (`prompt`)"""
+    label_key: str | None = None
+    """column of the label; None: the environment's (`label`)"""
+    apply_chat_template: bool = True
+    """prompts always go through the model's chat template; false is refused"""
+    rollout_shuffle: bool = True
+    """shuffle each epoch (by the seed)"""
+    data_limit: int | None = None
+    """use only the first so many tasks"""
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How episodes are made."""
+
+    num_rollout: int = 100
+    """rollouts in the run; each is followed by `num_steps_per_rollout` optimizer steps"""
+    rollout_batch_size: int = 16
+    """tasks per rollout"""
+    n_samples_per_prompt: int = 8
+    """episodes per task: the group"""
+    global_batch_size: int | None = None
+    """episodes per optimizer step; None: from the equation"""
+    num_steps_per_rollout: int = 1
+    """optimizer steps per rollout"""
+    rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    rollout_top_k: int = -1
+    allow_truncated_sampling: bool = False
+    """train with top-p or top-k although the trainer's distribution then differs from the engine's"""
+    rollout_max_response_len: int = 1024
+    """tokens after the prompt, over all turns, observations included"""
+    rollout_max_context_len: int | None = None
+    """prompt and response; None: the model's"""
+    max_tokens_per_turn: int | None = None
+    """of one generation"""
+    concurrency: int = 128
+    """episodes at once"""
+    episode_timeout_s: float = 600.0
+    max_retries: int = 2
+    """further attempts of an episode whose infrastructure failed"""
+    min_group_size: int = 2
+    """smaller groups are dropped"""
+    max_failure_share: float = 0.5
+    """of attempts; above it the run stops with the table of causes"""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Inference."""
+
+    engine: Literal["local", "scripted"] = "local"
+    """local: in this process"""
+    engine_max_running: int = 128
+    """generations at once (local)"""
+    threads: int | None = None
+    """CPU threads of the engine and of the trainer, which take turns; None: the machine's cores"""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Losses and optimizer. Everything of Megatron's own is in [megatron]."""
+
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    """None: as eps_clip"""
+    eps_clip_c: float | None = None
+    """dual clip; None: off"""
+    use_kl_loss: bool = False
+    """keep a frozen reference and add the KL loss"""
+    kl_loss_coef: float = 0.0
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    calculate_per_token_loss: bool = False
+    """mean over all tokens, instead of each episode's mean and then the mean over episodes"""
+    use_tis: bool = False
+    """truncated importance sampling, exp(old - rollout)"""
+    tis_threshold: float = 2.0
+    lr: float = 1e-6
+    lr_warmup_rollouts: int = 0
+    """linear warm-up"""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """over num_rollout, down to lr / 10"""
+    max_tokens_per_gpu: int = 16384
+    """tokens of one padded micro-batch"""
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Held-out evaluation."""
+
+    eval_interval: int | None = 20
+    """rollouts between evaluations, also before the first and after the last; None: never"""
+    eval_prompt_data: tuple[str, ...] = ()
+    """NAME PATH pairs; empty: the environment's split 'test'"""
+    n_samples_per_eval_prompt: int = 1
+    eval_temperature: float = 0.0
+    eval_limit: int | None = 200
+    """questions per set"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    env: EnvSettings = EnvSettings()
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    engine: EngineSettings = EngineSettings()
+    train: TrainSettings = TrainSettings()
+    eval: EvalSettings = EvalSettings()
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig"""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Episodes per optimizer step."""
+        r = self.rollout
+        return r.global_batch_size or r.rollout_batch_size * r.n_samples_per_prompt // r.num_steps_per_rollout
+
+    def to_toml(self) -> str:
+        """The resolved settings; what is None is left out."""
+        return tomli_w.dumps(_plain(self))
+
+
+SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config) if is_dataclass(f.default)}
+"""Section name -> its dataclass."""
+
+FIELDS: dict[str, str] = {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
+"""Field name -> its section."""
+
+Layer = dict[str, Any]
+"""flat field names (and 'megatron': {...}) with raw values"""
+
+
+def read_toml(path: Path) -> Layer:
+    """A TOML file as a flat layer.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown section or key.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not TOML: {e}") from e
+    flat: Layer = {}
+    for section, body in data.items():
+        if section == "megatron":
+            flat["megatron"] = body
+            continue
+        if section not in SECTIONS or not isinstance(body, dict):
+            raise ConfigError(f"{path}: unknown section [{section}]{suggest(section, [*SECTIONS, 'megatron'])}")
+        for key, value in body.items():
+            if FIELDS.get(key) != section:
+                where = f"; it belongs in [{FIELDS[key]}]" if key in FIELDS else suggest(key, [k for k, s in FIELDS.items() if s == section])
+                raise ConfigError(f"{path}: unknown key {key!r} in [{section}]{where}")
+            flat[key] = value
+    return flat
+
+
+def build_config(*layers: Layer) -> Config:
+    """Merge layers (later ones win; env_args, template_args and megatron merge by key), convert, check.
+
+    Raises:
+        ConfigError: a value of the wrong type, or settings that contradict each other.
+    """
+    flat: Layer = {}
+    for layer in layers:
+        for key, value in layer.items():
+            flat[key] = {**flat.get(key, {}), **value} if isinstance(value, Mapping) else value
+    sections = {name: _section(cls, {f.name: flat[f.name] for f in fields(cls) if f.name in flat}) for name, cls in SECTIONS.items()}
+    config = Config(**sections, megatron=dict(flat.get("megatron", {})))
+    check(config)
+    return config
+
+
+def _section(cls: type, values: Layer) -> Any:
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as e:
+        first = e.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else cls.__name__
+        raise ConfigError(f"--{name.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, found {first['input']!r}") from e
+
+
+def check(config: Config) -> None:
+    """Settings that contradict each other.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    r, t = config.rollout, config.train
+    left, right = r.rollout_batch_size * r.n_samples_per_prompt, config.global_batch_size * r.num_steps_per_rollout
+    if left != right:
+        raise ConfigError(
+            f"rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout does not hold: "
+            f"{r.rollout_batch_size} × {r.n_samples_per_prompt} = {left}, but {config.global_batch_size} × {r.num_steps_per_rollout} = {right}"
+        )
+    for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "concurrency", "rollout_max_response_len"):
+        if getattr(r, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(r, name)}")
+    if r.rollout_temperature <= 0:
+        raise ConfigError(f"--rollout-temperature must be above 0 for training (greedy samples have no distribution), found {r.rollout_temperature}")
+    if (r.rollout_top_p < 1 or r.rollout_top_k > 0) and not r.allow_truncated_sampling:
+        raise ConfigError(
+            "training with top-p or top-k samples from another distribution than the trainer's; set --allow-truncated-sampling if that is meant"
+        )
+    if t.kl_loss_coef and not t.use_kl_loss:
+        raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add it")
+    if not config.data.apply_chat_template:
+        raise ConfigError("--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing")
+    if len(config.eval.eval_prompt_data) % 2:
+        raise ConfigError(f"--eval-prompt-data takes NAME PATH pairs, found {len(config.eval.eval_prompt_data)} words")
+
+
+def _plain(obj: Any) -> Any:
+    if is_dataclass(obj) and not isinstance(obj, type):
+        return {f.name: _plain(getattr(obj, f.name)) for f in fields(obj) if getattr(obj, f.name) is not None}
+    if isinstance(obj, tuple):
+        return [_plain(v) for v in obj]
+    if isinstance(obj, Mapping):
+        return {k: _plain(v) for k, v in obj.items() if v is not None}
+    return obj

@@ -1,0 +1,79 @@
+"""Tasks from files: JSONL and Parquet, with slices (`path@[a:b]`). Errors name the file and the line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.errors import DataError, UsageError, suggest
+from agentrl.types import Task
+
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<a>\d*):(?P<b>\d*)\]$")
+
+
+def load_tasks(spec: str, *, input_key: str, label_key: str, check: Callable[[Task], None] | None = None) -> list[Task]:
+    """Read all tasks of `path` or `path@[a:b]`; `check` may refuse one (its message gets file and line).
+
+    Raises:
+        DataError: a missing file, a malformed row (with its line number), a missing column, a refused task.
+    """
+    match = _SLICE.match(spec)
+    path = Path(match["path"] if match else spec)
+    start, stop = (int(match["a"] or 0), int(match["b"]) if match["b"] else None) if match else (0, None)
+    if not path.exists():
+        raise DataError(f"no data file {path}")
+    tasks = []
+    for line, row in _rows(path):
+        if stop is not None and line > stop:
+            break
+        if line <= start:
+            continue
+        task = _task(path, line, row, input_key, label_key)
+        if check is not None:
+            try:
+                check(task)
+            except UsageError as e:
+                raise DataError(f"{path}, line {line}: {e}") from e
+        tasks.append(task)
+    if not tasks:
+        raise DataError(f"{spec} holds no tasks")
+    return tasks
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet as pq
+        except ImportError as e:
+            raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from e
+        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        return
+    with path.open("rb") as f:
+        for line, raw in enumerate(f, 1):
+            if not raw.strip():
+                continue
+            try:
+                row = orjson.loads(raw)
+            except orjson.JSONDecodeError as e:
+                raise DataError(f"{path}, line {line}: not JSON: {e}") from e
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {line}: expected an object, found {type(row).__name__}")
+            yield line, row
+
+
+def _task(path: Path, line: int, row: Mapping[str, Any], input_key: str, label_key: str) -> Task:
+    for key in (input_key, label_key):
+        if key not in row:
+            raise DataError(f"{path}, line {line}: no column {key!r}{suggest(key, row)}; set --input-key and --label-key")
+    prompt = row[input_key]
+    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt) and prompt:
+        prompt = tuple(prompt)
+    elif not isinstance(prompt, str):
+        raise DataError(f"{path}, line {line}: {input_key!r} must be a string or a list of messages, found {type(prompt).__name__}")
+    rest = {k: v for k, v in row.items() if k not in (input_key, label_key, "id")}
+    metadata = rest.pop("metadata", None)
+    return Task(str(row.get("id", line - 1)), prompt, row[label_key], {**rest, **(metadata if isinstance(metadata, dict) else {})})
