@@ -1,0 +1,96 @@
+"""Distributed checkpoints (megatron-core's dist_checkpointing): model, optimizer and random state, readable at another parallel size.
+
+The optimizer is written in model space ('fully_reshardable'). Torch's AdamW keeps its step count as a tensor per parameter, which that format
+neither carries nor expects: it is taken from the parameter groups, one tensor each (megatron hands all parameters the same one, which every
+parameter's update would then advance).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from agentrl.train.model import Built
+
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def save(built: Built, path: Path, steps: int) -> None:
+    """Write a checkpoint into the existing, empty folder `path`; called on all ranks."""
+    dist_checkpointing.save({**_state(built, loading=False), "steps": steps}, str(path))
+
+
+def load(built: Built, path: Path) -> int:
+    """Read a checkpoint into model, optimizer and generators; returns the optimizer steps done. Called on all ranks."""
+    with _steps_from_groups(built.optimizer):
+        state = dist_checkpointing.load({**_state(built, loading=True), "steps": 0}, str(path))
+        built.model.load_state_dict(state["model"])
+        built.optimizer.load_state_dict(state["optimizer"])
+    for part in _parts(built.optimizer):
+        for values in part.optimizer.state.values():
+            if isinstance(values.get("step"), torch.Tensor):
+                values["step"] = values["step"].clone()
+    _set_generators(state["generators"])
+    return int(state["steps"])
+
+
+def _state(built: Built, *, loading: bool) -> dict[str, Any]:
+    model = built.model.sharded_state_dict()
+    optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
+    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    shape = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
+    generators = ShardedObject("generators", _generators(), shape, (pp, tp), replica_id=parallel_state.get_data_parallel_rank())
+    return {"model": model, "optimizer": optimizer, "generators": generators}
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+@contextmanager
+def _steps_from_groups(optimizer: Any) -> Iterator[None]:
+    """While loading, let each parameter keep the 'step' that the parameter groups gave it, although the checkpoint has none for it."""
+
+    def keeping(part: Any, original: Any) -> Any:
+        def fill(parameter: Any, tensors: dict[str, Any]) -> None:
+            group, order = part.model_param_group_index_map[parameter]
+            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+            original(parameter, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+        return fill
+
+    parts = [p for p in _parts(optimizer) if hasattr(p, "_set_main_param_and_optimizer_states")]
+    for part in parts:
+        part._set_main_param_and_optimizer_states = keeping(part, part._set_main_param_and_optimizer_states)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+
+
+def _generators() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,162 @@
+"""The losses, over flat arrays of trained tokens, and log-probabilities from vocabulary-parallel logits.
+
+Everything is a plain sum of weight × term over tokens; the global denominator is already in the weights (design §7), and nothing here averages.
+With r = exp(log π − log π_old), A the advantage, x = log π_ref − log π:
+
+    surrogate   max(−A r, −A clip(r, 1 − ε, 1 + ε_high))        PPO, Schulman et al. 2017, eq. 7; ε_high > ε: DAPO, Yu et al. 2025, §3.1
+    dual clip   where A < 0: min(surrogate, −A c)               Ye et al. 2020 (Mastering complex control in MOBA games), eq. 5
+    TIS         surrogate × min(exp(log π_old − log π_rollout), C), detached
+                                                                Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy training)
+    KL          k1 = −x;  k2 = x²/2;  k3 = eˣ − x − 1           Schulman 2020 (Approximating KL divergence); k3 in GRPO: Shao et al. 2024, eq. 4
+    entropy     H = −Σ_v π_v log π_v, of the tempered distribution, subtracted with `entropy_coef`
+    sft         −log π
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.train.base import LossConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TokenData:
+    """What the loss needs to know of each trained token; all arrays have shape [n], fp32."""
+
+    weights: Tensor
+    advantages: Tensor
+    rollout_log_probs: Tensor
+    """0: the engine did not sample this token"""
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+
+
+def surrogate(ratio: Tensor, advantages: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:
+    """The clipped policy loss per token and where clipping is active (its gradient is zero there)."""
+    high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
+    free = -advantages * ratio
+    kept = -advantages * ratio.clamp(1 - loss.eps_clip, 1 + high)
+    value, clipped = torch.maximum(free, kept), kept > free
+    if loss.eps_clip_c is not None:
+        bound = -advantages * loss.eps_clip_c
+        over = (advantages < 0) & (value > bound)
+        value, clipped = torch.where(over, bound, value), clipped | over
+    return value, clipped
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """One of Schulman's estimators of KL(π || π_ref) per token, with its plain gradient."""
+    x = ref_log_probs - log_probs
+    if kind == "k1":
+        return -x
+    if kind == "k2":
+        return x.square() / 2
+    if kind == "k3":
+        return x.exp() - x - 1
+    raise ValueError(f"kl_loss_type must be k1, k2 or k3; found {kind!r}")
+
+
+def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of one micro-batch.
+
+    Args:
+        log_probs: [n], of the trained tokens by the current weights, with gradient.
+        entropy: [n], of the distributions they were drawn from.
+        data: the rest, [n] each.
+        loss: kind and coefficients.
+
+    Returns:
+        The summed loss (scalar, with gradient), the sums of `metrics.SUMS` and the maxima of `metrics.MAXIMA` (both fp64, detached).
+    """
+    w, now = data.weights, log_probs.detach()
+    old = now if data.old_log_probs is None else data.old_log_probs
+    ratio, kl = torch.exp(log_probs - old), torch.zeros_like(now)
+    tis = torch.exp(old - data.rollout_log_probs).clamp(max=loss.tis_threshold) if loss.use_tis else torch.ones_like(now)
+    if loss.kind == "sft":
+        pg, clipped = -log_probs, torch.zeros_like(now)
+        total = (w * pg).sum()
+    else:
+        pg, clipped = surrogate(ratio, data.advantages, loss)
+        total = (w * pg * tis).sum()
+        if data.ref_log_probs is not None:
+            kl = kl_estimate(log_probs, data.ref_log_probs, loss.kl_loss_type)
+            if loss.kl_loss_coef:
+                total = total + loss.kl_loss_coef * (w * kl).sum()
+        if loss.entropy_coef:
+            total = total - loss.entropy_coef * (w * entropy).sum()
+    with torch.no_grad():
+        on, sampled = w != 0, (w != 0) & (data.rollout_log_probs != 0)
+        diff = torch.where(sampled, (old - data.rollout_log_probs).abs(), 0.0)
+        weighted = [(w * x.detach()).sum(dtype=torch.float64) for x in (pg * tis, kl, entropy, clipped, tis, ratio)]
+        counts = [x.sum(dtype=torch.float64) for x in (w, diff, sampled, on)]
+        sums = torch.stack([total.detach().double(), *weighted, *counts])
+        maxima = torch.stack([torch.where(on, x, 0.0).max().double() for x in (diff, ratio, tis)])
+    return total, sums, maxima
+
+
+class _VocabParallel(torch.autograd.Function):
+    """log-prob of a label and entropy, from logits whose columns are spread over tensor-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, inverse_temperature: Tensor, start: int, group: Any) -> tuple[Tensor, Tensor]:
+        x = logits.float() * inverse_temperature[:, None]
+        peak = x.max(-1).values
+        _reduce(peak, group, torch.distributed.ReduceOp.MAX)
+        x -= peak[:, None]
+        local = labels - start
+        mine = (local >= 0) & (local < x.shape[1])
+        local = torch.where(mine, local, 0)
+        picked = torch.where(mine, x.gather(1, local[:, None])[:, 0], 0.0)
+        p = x.exp()
+        totals = torch.stack([p.sum(-1), (p[:, None] @ x[:, :, None])[:, 0, 0], picked])
+        _reduce(totals, group, torch.distributed.ReduceOp.SUM)
+        total, moment, picked = totals
+        p /= total[:, None]
+        log_total = total.log()
+        entropy = log_total - moment / total
+        ctx.save_for_backward(p, local, mine, inverse_temperature, entropy)
+        return picked - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """d log p_y / dx_v = [v = y] − p_v;  d H / dx_v = −p_v (log p_v + H)."""
+        p, local, mine, inverse_temperature, entropy = ctx.saved_tensors
+        by_label, by_entropy = grads
+        grad = p * -(by_label + by_entropy * entropy)[:, None]
+        if by_entropy.any():
+            grad -= torch.special.xlogy(p, p) * by_entropy[:, None]
+        grad.scatter_add_(1, local[:, None], (by_label * mine)[:, None])
+        grad *= inverse_temperature[:, None]
+        return grad, None, None, None, None
+
+
+def _reduce(x: Tensor, group: Any, op: Any) -> None:
+    if group is not None and group.size() > 1:
+        torch.distributed.all_reduce(x, op=op, group=group)
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor, labels: Tensor, temperature: Tensor, *, vocab_size: int, start: int = 0, group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of labels, and entropies, of softmax(logits / temperature).
+
+    Args:
+        logits: [n, v], this rank's columns of the (padded) vocabulary, from `start` on.
+        labels: [n], int64, in the whole vocabulary.
+        temperature: [n], > 0.
+        vocab_size: real size of the vocabulary; padded columns beyond it take no part.
+        start: index of this rank's first column.
+        group: tensor-parallel process group; None: one rank.
+
+    Returns:
+        log-probs [n] and entropies [n], fp32, equal on all ranks of the group; the gradient of the logits is this rank's part.
+    """
+    padded = start + logits.shape[1] - vocab_size
+    if padded > 0:
+        logits = logits[:, : logits.shape[1] - padded]
+    log_probs, entropy = _VocabParallel.apply(logits, labels, temperature.reciprocal(), start, group)
+    return log_probs, entropy
