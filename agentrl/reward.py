@@ -64,7 +64,7 @@ def reward(
     return make(fn) if fn is not None else make
 
 
-REWARDS = Registry("reward", {"exact_match": "agentrl.rewards.qa:exact_match_reward", "f1": "agentrl.rewards.qa:f1_reward"})
+REWARDS = Registry("reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl.rewards.answers:f1"})
 """Rewards by name."""
 
 

@@ -1,0 +1,142 @@
+"""The run folder: what a run leaves behind, and what it needs to go on to the bit after a crash.
+
+    config.toml      the resolved settings and the code's version
+    metrics.jsonl    one line per rollout and per evaluation; no timings, so equal runs have equal files
+    timings.jsonl    seconds, per rollout
+    tensorboard/     the same numbers as events
+    episodes/        every episode (store.py)
+    checkpoints/     NNNNNN/: trainer/ (weights, optimizer, random state) and state.json
+    hf/              the last weights in Hugging Face layout
+    curve.png, summary.json
+
+Whatever was written after the checkpoint that a resumed run starts from is cut off first: those rollouts are made again, equal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.config import Config
+from agentrl.errors import ConfigError, StoreError
+from agentrl.store import EpisodeWriter, truncate
+
+
+class JsonLines:
+    """A JSONL file that is flushed line by line and can be cut back to a position."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row."""
+        self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+        self._file.flush()
+
+    def position(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows."""
+        return [orjson.loads(line) for line in self.path.read_bytes().splitlines()]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class RunFolder:
+    """An open run folder."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path = path
+        self.config = config
+        self.metrics = JsonLines(path / "metrics.jsonl")
+        self.timings = JsonLines(path / "timings.jsonl")
+        self.episodes = EpisodeWriter(path / "episodes")
+
+    @classmethod
+    def create(cls, config: Config, version: str) -> RunFolder:
+        """A new folder.
+
+        Raises:
+            ConfigError: it exists already; nothing is overwritten.
+        """
+        path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.env.env)
+        if path.exists():
+            raise ConfigError(f"the run folder {path} exists already; choose another with --run, or go on with it: agentrl train --resume {path}")
+        path.mkdir(parents=True)
+        (path / "config.toml").write_text(f'# agentrl {version}\n{config.to_toml()}', encoding="utf-8")
+        return cls(path, config)
+
+    @classmethod
+    def reopen(cls, path: Path, config: Config) -> tuple[RunFolder, Path | None, dict[str, Any]]:
+        """Go on with a run: (folder, last checkpoint, its state). Everything after that checkpoint is cut off."""
+        found = checkpoints(path)
+        last = found[-1] if found else None
+        state: dict[str, Any] = orjson.loads((last / "state.json").read_bytes()) if last else {}
+        for name in ("metrics", "timings"):
+            file = path / f"{name}.jsonl"
+            if file.exists():
+                os.truncate(file, state.get(f"{name}_bytes", 0))
+        truncate(path / "episodes", *state.get("episodes_position", (0, 0)))
+        return cls(path, config), last, state
+
+    def save(self, step: int, state: Mapping[str, Any], save_trainer: Any) -> Path:
+        """Write a checkpoint under a temporary name, then rename it: a crash leaves the old one or the new one, never half of one."""
+        final = self.path / "checkpoints" / f"{step:06d}"
+        temporary = final.with_name(f".{final.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_trainer(temporary / "trainer")
+        positions = {
+            "metrics_bytes": self.metrics.position(),
+            "timings_bytes": self.timings.position(),
+            "episodes_position": self.episodes.position(),
+        }
+        (temporary / "state.json").write_bytes(orjson.dumps({**state, **positions}, option=orjson.OPT_INDENT_2))
+        temporary.rename(final)
+        keep = self.config.run.keep_checkpoints
+        if keep:
+            for old in checkpoints(self.path)[:-keep]:
+                shutil.rmtree(old)
+        return final
+
+    def close(self) -> None:
+        """Close all files."""
+        self.metrics.close()
+        self.timings.close()
+        self.episodes.close()
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    return sorted(p for p in (path / "checkpoints").glob("*") if re.fullmatch(r"\d{6}", p.name) and (p / "state.json").exists())
+
+
+def next_free(parent: Path, name: str) -> Path:
+    """`parent/NAME-NNN`, the first number not taken."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(name).stem if name.endswith(".py") else name).strip("-")
+    number = 1
+    while (parent / f"{stem}-{number:03d}").exists():
+        number += 1
+    return parent / f"{stem}-{number:03d}"
+
+
+def require_run(path: Path) -> Path:
+    """A folder that is a run.
+
+    Raises:
+        StoreError: it is none.
+    """
+    if not (path / "config.toml").exists():
+        raise StoreError(f"{path} is no run folder (it has no config.toml)")
+    return path
