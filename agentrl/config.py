@@ -41,6 +41,8 @@ class ModelSettings:
 
     hf_checkpoint: str = "search_r1_3m"
     """a model folder in Hugging Face layout, a hub id, or the name of an embedded model (`search_r1_3m`)"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of the trainer's and the local engine's weights (bfloat16 keeps fp32 master weights)"""
     template_args: dict[str, Any] = field(default_factory=dict)
     """passed to the chat template, e.g. enable_thinking = false"""
 
@@ -158,8 +160,10 @@ class TrainSettings:
     """linear warm-up"""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """over num_rollout, down to lr / 10"""
-    max_tokens_per_gpu: int = 16384
+    max_tokens_per_gpu: int = 8192
     """tokens of one padded micro-batch"""
+    actor_num_gpus_per_node: int | None = None
+    """trainer ranks on this machine (on CPU: processes); None: tensor × pipeline parallel size, that is one data-parallel copy"""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,16 @@ class EvalSettings:
 
 
 @dataclass(frozen=True)
+class SftSettings:
+    """`agentrl sft` only."""
+
+    sft_epochs: int = 1
+    """passes over the episodes"""
+    sft_batch_size: int = 64
+    """episodes per optimizer step"""
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run."""
 
@@ -188,6 +202,7 @@ class Config:
     engine: EngineSettings = EngineSettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
+    sft: SftSettings = SftSettings()
     megatron: dict[str, Any] = field(default_factory=dict)
     """fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig"""
 

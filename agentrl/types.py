@@ -110,8 +110,12 @@ class Task:
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as chat messages."""
-        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
+        """The prompt as chat messages: copies, since the members of a group share the task."""
+        return (
+            [{"role": "user", "content": self.prompt}]
+            if isinstance(self.prompt, str)
+            else [dict(m) for m in self.prompt]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,13 @@ class EpisodeSpec:
     """ordinal: counts every episode of the run, never given twice"""
     attempt: int = 0
     """0, then one more for each retry after a failure of infrastructure"""
+    prefix: str = ""
+    """'eval/NAME/STEP/' for episodes of an evaluation, whose ordinals count on their own"""
 
     @property
     def episode_id(self) -> str:
-        """'{ordinal}-{attempt}'."""
-        return f"{self.index}-{self.attempt}"
+        """'{prefix}{ordinal}-{attempt}'."""
+        return f"{self.prefix}{self.index}-{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,7 @@ class Action:
     answer: str | None = None
     """the final answer, where the format marks one; else None"""
     results: tuple[ToolResult, ...] = ()
-    """of `calls` (and of surplus calls, as errors), in order; filled in by the runner before `Env.step`"""
+    """of `calls`, in order; filled in by the runner before `Env.step` (surplus calls are not made: they are in `errors`)"""
 
     @property
     def valid(self) -> bool:
@@ -197,10 +203,11 @@ class Observation:
         if isinstance(value, str):
             return cls(({"role": "user", "content": value},))
         items = [value] if isinstance(value, Mapping) else value
-        if isinstance(items, Sequence) and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in items):
+        if isinstance(items, (list, tuple)) and all(map(_is_message, items)):
             return cls(tuple(dict(m) for m in items))
         raise ContractError(
-            f"an observation must be a str, a message or a list of messages with role and content; found {type(value).__name__}: {value!r:.80}"
+            "an observation must be a str, a message or a list of messages, each with a role and content (text or parts); "
+            f"found {type(value).__name__}: {value!r:.80}"
         )
 
 
@@ -237,7 +244,9 @@ class Span:
             raise InvariantError("a span must hold at least one token")
         sampled = self.provenance is Provenance.SAMPLED
         if sampled != (self.log_probs is not None) or sampled != (self.policy_version is not None):
-            raise InvariantError(f"log_probs and policy_version belong to SAMPLED spans and only to them; this one is {self.provenance.name}")
+            raise InvariantError(
+                f"log_probs and policy_version belong to SAMPLED spans and only to them; this one is {self.provenance.name}"
+            )
         if self.log_probs is not None:
             if len(self.log_probs) != len(self.ids):
                 raise InvariantError(f"a span of {len(self.ids)} tokens has {len(self.log_probs)} log-probs")
@@ -290,7 +299,7 @@ class Trajectory:
     """The immutable record of one episode."""
 
     episode_id: str
-    """'{ordinal}-{attempt}'"""
+    """'{prefix}{ordinal}-{attempt}'"""
     group_index: int
     index: int
     """the episode's ordinal, issued by the data source; never twice in a run"""
@@ -347,6 +356,14 @@ class Group:
     index: int
     task: Task
     trajectories: tuple[Trajectory, ...]
+
+
+def _is_message(value: Any) -> bool:
+    """A role, and content that is text or parts; an assistant's tool calls may stand without content."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, (str, list, tuple)) or (content is None and bool(value.get("tool_calls")))
 
 
 def count_tokens(segments: Iterable[Segment], provenance: Provenance) -> int:

@@ -1,0 +1,183 @@
+"""From settings to working parts: model folder, environment, renderer, engine, runners, trainer. Everything is checked before it starts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.config import Config
+from agentrl.data.files import load_tasks
+from agentrl.engine.base import Engine, SamplingParams
+from agentrl.env import Env, check_env_args, make_env_class
+from agentrl.episode import EpisodeRunner, Limits
+from agentrl.errors import ConfigError, DataError, UsageError
+from agentrl.render import Renderer, Tokenizer, make_renderer
+from agentrl.reward import Scorer, resolve_rewards
+from agentrl.rollout import RolloutLimits
+from agentrl.types import Task
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: an embedded one by name, a path, or a hub id (downloaded if it is not here yet).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (ASSETS / name, Path(name)):
+        if (folder / "config.json").exists():
+            return folder
+    if Path(name).exists():
+        raise ConfigError(f"--hf-checkpoint {name}: the folder has no config.json")
+    if name.count("/") != 1:
+        embedded = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))
+        raise ConfigError(f"--hf-checkpoint {name}: no such folder, and no embedded model of that name ({embedded})")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        raise ConfigError(f"--hf-checkpoint {name}: no such folder, and the hub does not give it: {str(e).splitlines()[0]}") from e
+
+
+class Parts:
+    """Everything that rollouts need, built once from the settings."""
+
+    def __init__(self, config: Config) -> None:
+        """
+        Raises:
+            UsageError: a name, a file, a template or an argument that cannot work.
+        """
+        self.config = config
+        self.folder = model_folder(config.model.hf_checkpoint)
+        self.env_class = make_env_class(config.env.env)
+        check_env_args(self.env_class, config.env.env_args)
+        self.make_env: Callable[[], Env] = functools.partial(self.env_class, **config.env.env_args)
+        self.tokenizer = Tokenizer.load(self.folder)
+        self.renderer: Renderer = make_renderer(
+            self.tokenizer,
+            config.env.action_format or self.env_class.action_format,
+            where=str(self.folder),
+            **config.model.template_args,
+        )
+        self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
+        self.context_length = self._context_length()
+        self.threads = config.engine.threads or os.cpu_count() or 1
+
+    def limits(self) -> Limits:
+        """Bounds of an episode."""
+        c = self.config
+        return Limits(
+            max_turns=c.env.max_turns,
+            max_response_tokens=c.rollout.rollout_max_response_len,
+            max_tokens_per_turn=c.rollout.max_tokens_per_turn,
+            context_length=self.context_length,
+            episode_timeout_s=c.rollout.episode_timeout_s,
+            max_invalid_actions=c.env.max_invalid_actions,
+            max_calls_per_turn=c.env.max_calls_per_turn,
+        )
+
+    def rollout_limits(self) -> RolloutLimits:
+        """Bounds of a rollout."""
+        r = self.config.rollout
+        return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
+
+    def runner(self, engine: Engine, *, temperature: float, seed: int) -> EpisodeRunner:
+        """A runner of this environment on an engine."""
+        r = self.config.rollout
+        sampling = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k)
+        return EpisodeRunner(
+            self.make_env, self.env_class, engine, self.renderer, self.scorer, limits=self.limits(), sampling=sampling, seed=seed
+        )
+
+    def engine(self) -> Engine:
+        """The engine of `--engine`, not started."""
+        from agentrl.engine.local import LocalEngine
+
+        return LocalEngine(
+            self.folder,
+            decode=self.tokenizer.decode,
+            max_running=self.config.engine.engine_max_running,
+            context_length=self.context_length,
+            threads=self.threads,
+        )
+
+    def trainer(self, run_dir: Path, *, reference: bool) -> Any:
+        """The trainer's ranks, started (takes seconds: imports torch and megatron in every rank)."""
+        from agentrl.train.megatron import MegatronTrainer
+
+        c = self.config
+        return MegatronTrainer(
+            self.folder,
+            megatron=c.megatron,
+            world_size=c.train.actor_num_gpus_per_node,
+            seed=c.run.seed,
+            micro_batch_tokens=c.train.max_tokens_per_gpu,
+            dtype=c.model.dtype,
+            reference=reference,
+            run_dir=run_dir,
+        )
+
+    def tasks(self, split: str) -> list[Task]:
+        """The training tasks: `--prompt-data`, else the environment's own of this split.
+
+        Raises:
+            DataError: none, or one the environment refuses.
+        """
+        data = self.config.data
+        tasks = self._file_tasks(data.prompt_data) if data.prompt_data else self._own_tasks(split)
+        return tasks[: data.data_limit] if data.data_limit else tasks
+
+    def eval_sets(self) -> dict[str, list[Task]]:
+        """Evaluation sets by name: `--eval-prompt-data`, else the environment's split 'test'."""
+        settings = self.config.eval
+        pairs: Sequence[str] = settings.eval_prompt_data
+        if pairs:
+            sets = {pairs[i]: self._file_tasks(pairs[i + 1]) for i in range(0, len(pairs), 2)}
+        elif self.config.data.prompt_data:
+            return {}
+        else:
+            sets = {"test": self._own_tasks("test")}
+        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items()}
+
+    def close(self) -> None:
+        """Let pools end."""
+        self.scorer.close()
+
+    def _file_tasks(self, spec: str) -> list[Task]:
+        data = self.config.data
+        return load_tasks(
+            spec,
+            input_key=data.input_key or self.env_class.input_key,
+            label_key=data.label_key or self.env_class.label_key,
+            check=self.env_class.check_task,
+        )
+
+    def _own_tasks(self, split: str) -> list[Task]:
+        tasks = []
+        for task in self.env_class.tasks(split):
+            try:
+                self.env_class.check_task(task)
+            except UsageError as e:
+                raise DataError(f"{self.env_class.label()}, split {split}, task {task.id}: {e}") from e
+            tasks.append(task)
+        return tasks
+
+    def _context_length(self) -> int:
+        model: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
+        model = model.get("text_config", model)
+        own = int(model.get("max_position_embeddings", 0)) or None
+        asked = self.config.rollout.rollout_max_context_len
+        if asked and own and asked > own:
+            raise ConfigError(f"--rollout-max-context-len {asked} is more than the model's {own} positions ({self.folder})")
+        length = asked or own
+        if length is None:
+            raise ConfigError(f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len")
+        return length

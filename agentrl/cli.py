@@ -1,0 +1,153 @@
+"""The command line. Bad input is one clear sentence and exit status 2; everything else that fails is status 1."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl import __version__
+from agentrl.config import Config, Layer, build_config, read_toml
+from agentrl.env import make_env_class
+from agentrl.errors import AgentRLError, ConfigError, UsageError
+from agentrl.flags import add_flags, read_flags
+
+Words = list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    if getattr(args, "command", None) is None:
+        parser.print_help()
+        return 2
+    try:
+        result: int = args.run_command(args, rest)
+    except UsageError as e:
+        print(f"agentrl {args.command}: {e}", file=sys.stderr)
+        return 2
+    except AgentRLError as e:
+        print(f"agentrl {args.command}: {type(e).__name__}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("agentrl: interrupted; a run goes on with: agentrl train --resume RUN", file=sys.stderr)
+        return 130
+    return result
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    parser = argparse.ArgumentParser(prog="agentrl", description="Reinforcement learning for language-model agents.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace, Words], int], about: str, *, settings: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        sub.set_defaults(run_command=run)
+        if settings:
+            sub.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win over them")
+            add_flags(sub)
+        return sub
+
+    train = add("train", run_train, "train a policy in an environment")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder from its last checkpoint, with its own settings")
+    add("rollout", run_rollout, "run and record episodes without training (--num-rollout times --rollout-batch-size tasks)")
+    add("eval", run_eval, "evaluate a policy on the held-out tasks")
+    sft = add("sft", run_sft, "train on recorded episodes or on conversations, with the same masks")
+    sft.add_argument("episodes", type=Path, help="a folder of recorded episodes, or a JSONL file of conversations (key messages)")
+    check = add("check", run_check, "check an environment's contract with a scripted and a random policy; no model needed", settings=False)
+    check.add_argument("--env", required=True, help="name, module:Class or file.py")
+    check.add_argument("--env-arg", action="append", default=[], metavar="NAME=VALUE")
+    check.add_argument("--episodes", type=int, default=20)
+    check.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def resolve(args: argparse.Namespace, rest: Words) -> Config:
+    """Layers: defaults, the environment's own TOML, --config, flags."""
+    flags = read_flags(args, rest)
+    file: Layer = read_toml(args.config) if args.config else {}
+    env = str(flags.get("env", file.get("env", Config().env.env)))
+    return build_config(env_defaults(env), file, flags)
+
+
+def env_defaults(env: str) -> Layer:
+    """Recommended settings that lie beside an environment's file: `NAME.toml` next to `NAME.py`."""
+    source = sys.modules[make_env_class(env).__module__].__file__
+    beside = Path(source).with_suffix(".toml") if source else None
+    return read_toml(beside) if beside and beside.exists() else {}
+
+
+def run_train(args: argparse.Namespace, rest: Words) -> int:
+    """`agentrl train`."""
+    from agentrl.loop import train
+
+    if args.resume:
+        from agentrl.runfolder import require_run
+
+        given = read_flags(args, rest)
+        config = build_config(read_toml(require_run(args.resume) / "config.toml"), given)
+        changed = sorted(set(given) - {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency"})
+        if changed:
+            raise ConfigError(f"--resume goes on with the run's own settings; leave out --{changed[0].replace('_', '-')}, or begin a new run")
+        asyncio.run(train(config, resume=args.resume, out=say))
+        return 0
+    asyncio.run(train(resolve(args, rest), out=say))
+    return 0
+
+
+def run_rollout(args: argparse.Namespace, rest: Words) -> int:
+    """`agentrl rollout`."""
+    from agentrl.jobs import rollout_only
+
+    asyncio.run(rollout_only(resolve(args, rest), out=say))
+    return 0
+
+
+def run_eval(args: argparse.Namespace, rest: Words) -> int:
+    """`agentrl eval`."""
+    from agentrl.jobs import evaluate_only
+
+    config = resolve(args, rest)
+    asyncio.run(evaluate_only(replace(config, eval=replace(config.eval, eval_interval=1)), out=say))
+    return 0
+
+
+def run_sft(args: argparse.Namespace, rest: Words) -> int:
+    """`agentrl sft`."""
+    from agentrl.sft import sft
+
+    asyncio.run(sft(resolve(args, rest), args.episodes, out=say))
+    return 0
+
+
+def run_check(args: argparse.Namespace, rest: Words) -> int:
+    """`agentrl check`."""
+    from agentrl.check import check_env
+    from agentrl.env import check_env_args
+    from agentrl.flags import parse_value
+
+    if rest:
+        raise ConfigError(f"check: unknown flag {rest[0]}")
+    env_class = make_env_class(args.env)
+    pairs = [item.partition("=") for item in args.env_arg]
+    env_args = {k: parse_value(v) for k, _, v in pairs}
+    check_env_args(env_class, env_args)
+    report = asyncio.run(check_env(env_class, env_args, episodes=args.episodes, seed=args.seed))
+    print(report)
+    return 0 if report.ok else 1
+
+
+def say(text: str) -> None:
+    """Print at once, also into a pipe."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

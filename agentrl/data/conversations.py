@@ -1,0 +1,77 @@
+"""Conversations of a data set as trajectories: the assistant's turns are DEMONSTRATION, the rest is prompt, scaffold and observation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.errors import DataError
+from agentrl.recorder import Recorder
+from agentrl.render import Renderer
+from agentrl.types import Action, Message, Provenance, StopReason, Task, Trajectory, Turn
+
+
+def read_conversations(path: Path, renderer: Renderer, max_tokens: int) -> Iterator[Trajectory]:
+    """Rows {"messages": […], "tools": […]?} of a JSONL file. A conversation longer than `max_tokens` is cut after its last turn that fits.
+
+    Raises:
+        DataError: a malformed row, with its line number.
+    """
+    with path.open("rb") as f:
+        for line, raw in enumerate(f, 1):
+            if not raw.strip():
+                continue
+            try:
+                row = orjson.loads(raw)
+                messages = row["messages"]
+                roles = [m["role"] for m in messages]
+                contents = [m["content"] for m in messages]
+            except (orjson.JSONDecodeError, KeyError, TypeError) as e:
+                raise DataError(f'{path}, line {line}: expected {{"messages": [{{"role", "content"}}, …]}}: {type(e).__name__}: {e}') from e
+            if "assistant" not in roles or roles[0] == "assistant" or not all(isinstance(c, str) for c in contents):
+                raise DataError(f"{path}, line {line}: a conversation needs text, something before the assistant speaks, and an assistant turn")
+            yield to_trajectory(line - 1, messages, row.get("tools") or [], renderer, max_tokens)
+
+
+def to_trajectory(index: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: Renderer, max_tokens: int) -> Trajectory:
+    """One conversation. Turns are joined by the renderer's deltas, as in a rollout, so training sees what sampling would have seen."""
+    recorder = Recorder()
+    turns: list[Turn] = []
+    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    recorder.open(renderer.prompt(messages[:first], tools))
+    before: list[Message] = []
+    said: tuple[int, ...] = ()
+    for position, message in enumerate(messages[first:], first):
+        if message["role"] != "assistant":
+            before.append(message)
+            continue
+        number = len(turns)
+        if number:
+            delta = renderer.delta(before, said)
+            if delta.new_segment is None:
+                recorder.extend(delta.pieces, turn=number - 1)
+            else:
+                recorder.open(renderer.prompt(messages[:position], tools), turn=number - 1)
+        ids = renderer.tokenizer.encode(message["content"])
+        said = tuple(ids) if renderer.format.inline else (*ids, renderer.end_id)
+        if recorder.length() + len(said) > max_tokens:
+            break
+        context = recorder.length()
+        recorder.extend([(Provenance.DEMONSTRATION, said)], turn=number)
+        turns.append(Turn(number, recorder.segment_index(), context, Action(message["content"])))
+        before = []
+    return Trajectory(
+        episode_id=f"{index}-0",
+        group_index=index,
+        index=index,
+        attempt=0,
+        task=Task(str(index), tuple(messages[:first])),
+        env="conversation",
+        segments=recorder.segments(),
+        turns=tuple(turns),
+        stop_reason=StopReason.TERMINATED,
+        demonstration=True,
+    )

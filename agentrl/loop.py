@@ -1,0 +1,273 @@
+"""The loop: rollout -> advantage -> train -> sync, one rollout after another; readable at a glance in `train`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl import __version__
+from agentrl.advantage import group_advantages
+from agentrl.assemble import Parts
+from agentrl.config import Config
+from agentrl.data.source import DataSource
+from agentrl.engine.base import Engine
+from agentrl.metrics import eval_metrics, flatten, rollout_metrics
+from agentrl.report import Report
+from agentrl.rollout import CauseTable, Rollout
+from agentrl.runfolder import RunFolder
+from agentrl.samples import Sample, to_samples
+from agentrl.seeds import derive_seed
+from agentrl.sync.disk import DiskSync
+from agentrl.train.base import LossConfig, Row
+from agentrl.train.rows import make_rows, split_steps, trained_rows
+from agentrl.types import EpisodeSpec, Group, Trajectory
+
+Print = Callable[[str], None]
+
+
+async def train(config: Config, *, resume: Path | None = None, out: Print = print) -> Path:
+    """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit."""
+    job = Job(config, resume, out)
+    try:
+        await job.start()
+        for step in range(job.step, config.rollout.num_rollout):
+            if job.eval_due(step):
+                await job.evaluate(step)
+            groups = await job.rollout(step)
+            await job.optimize(groups)
+            await job.sync()
+            job.record(step)
+            if job.save_due(step):
+                await job.save(step + 1)
+        await job.evaluate(config.rollout.num_rollout)
+        await job.finish()
+    finally:
+        await job.close()
+    return job.folder.path
+
+
+class Job:
+    """The parts of a run and where it stands."""
+
+    def __init__(self, config: Config, resume: Path | None, out: Print) -> None:
+        """
+        Raises:
+            UsageError: whatever cannot work, before anything starts.
+        """
+        self.config = config
+        self.out = out
+        self.parts = Parts(config)
+        self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
+        self.source = DataSource(
+            self.parts.tasks("train"),
+            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+            seed=config.run.seed,
+            shuffle=config.data.rollout_shuffle,
+        )
+        self.step = 0
+        self.policy_version = 0
+        self.optimizer_step = 0
+        self.report = Report()
+        self.checkpoint: Path | None = None
+        if resume is None:
+            self.folder = RunFolder.create(config, __version__)
+        else:
+            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config)
+            self._restore(state)
+        self.report.open(self.folder.path, config, self.step)
+        self.engine: Engine = self.parts.engine()
+        self.trainer: Any = None
+        self.weights = DiskSync()
+        self.row: dict[str, float] = {}
+        """metrics of the step under way"""
+        self.seconds: dict[str, float] = {}
+        """timings of the step under way"""
+
+    # -- the stages, in order ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start trainer and engine side by side; with a checkpoint, take its weights."""
+        self.out(f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks")
+        reference = self.config.train.use_kl_loss
+        self.trainer, _ = await asyncio.gather(
+            asyncio.to_thread(self.parts.trainer, self.folder.path, reference=reference), self.engine.start()
+        )
+        if self.checkpoint is not None:
+            await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")
+            await self.weights.sync(self.trainer, self.engine, self.policy_version)
+            self.out(f"resumed after rollout {self.step} from {self.checkpoint}")
+
+    async def rollout(self, step: int) -> list[Group]:
+        """Episodes for this step, recorded in the order of their ordinals."""
+        started = time.perf_counter()
+        specs = self.source.get_samples(self.config.rollout.rollout_batch_size)
+        groups, table = await self._episodes(specs, self.config.rollout.rollout_temperature, self.config.run.seed, {"step": step, "split": "train"})
+        self.seconds = {"rollout_s": time.perf_counter() - started}
+        self.row = rollout_metrics(groups, table)
+        self.report.count(groups, table)
+        return groups
+
+    async def optimize(self, groups: Sequence[Group]) -> None:
+        """Advantages, rows, and `num_steps_per_rollout` optimizer steps."""
+        started = time.perf_counter()
+        t = self.config.train
+        advantages = group_advantages(groups, t.advantage_estimator, self.config.env.truncated_episodes)
+        samples = [s for g in groups for trajectory in g.trajectories for s in to_samples(trajectory)]
+        lr = learning_rate(self.config, self.step)
+        steps = [rows for part in split_steps(samples, self.config.rollout.num_steps_per_rollout) if (rows := self._rows(part, advantages))]
+        steps = await self._with_log_probs(steps)
+        done = [await asyncio.to_thread(self.trainer.step, rows, self._loss(), lr) for rows in steps]
+        self.optimizer_step += len(done)
+        self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {f"train/{k}": v for k, v in flatten(done).items()}
+        self.seconds["train_s"] = time.perf_counter() - started
+
+    async def sync(self) -> None:
+        """New weights to the engine, if there are any."""
+        started = time.perf_counter()
+        if self.row["train/steps"]:
+            self.policy_version += 1
+            await self.weights.sync(self.trainer, self.engine, self.policy_version)
+        self.row["policy_version"] = self.policy_version
+        self.seconds["sync_s"] = time.perf_counter() - started
+
+    def record(self, step: int) -> None:
+        """Write the step's numbers and say them."""
+        self.folder.metrics.write({"step": step, **self.row})
+        self.folder.timings.write({"step": step, **self.seconds})
+        self.report.step(step, self.row, self.seconds)
+        self.out(self.report.line(step))
+        self.step = step + 1
+
+    async def evaluate(self, step: int) -> None:
+        """All evaluation sets, with the weights as they are."""
+        settings = self.config.eval
+        for name, tasks in self.eval_sets.items():
+            started = time.perf_counter()
+            k = settings.n_samples_per_eval_prompt
+            prefix = f"eval/{name}/{step}/"
+            specs = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
+            seed = derive_seed(self.config.run.seed, "eval", name)
+            groups, table = await self._episodes(specs, settings.eval_temperature, seed, {"step": step, "split": f"eval/{name}"})
+            row = eval_metrics(name, groups)
+            self.folder.metrics.write({"step": step, **row})
+            seconds = time.perf_counter() - started
+            self.folder.timings.write({"step": step, f"eval/{name}_s": seconds})
+            self.report.evaluation(step, name, row, seconds, table)
+            self.out(self.report.eval_line(step, name, seconds))
+
+    async def save(self, step: int) -> None:
+        """A checkpoint from which the run goes on at `step`."""
+        state = {
+            "step": step,
+            "policy_version": self.policy_version,
+            "optimizer_step": self.optimizer_step,
+            "source": self.source.state_dict(),
+            "report": self.report.state_dict(),
+        }
+        await asyncio.to_thread(self.folder.save, step, state, self.trainer.save)
+
+    async def finish(self) -> None:
+        """Export the weights, draw the curve, write the summary."""
+        target = self.folder.path / "hf"
+        if not target.exists():
+            await asyncio.to_thread(self.trainer.export_weights, target)
+        self.report.finish(self.folder.path, self.config)
+        self.out(self.report.closing(self.folder.path))
+
+    async def close(self) -> None:
+        """Stop everything; called once, whatever happened."""
+        await self.engine.close()
+        if self.trainer is not None:
+            await asyncio.to_thread(self.trainer.close)
+        self.weights.close()
+        self.parts.close()
+        self.report.close()
+        self.folder.close()
+
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def eval_due(self, step: int) -> bool:
+        """Before the first rollout and after every `eval_interval`."""
+        interval = self.config.eval.eval_interval
+        return bool(interval) and step % interval == 0
+
+    def save_due(self, step: int) -> bool:
+        """After every `save_interval` rollouts and after the last."""
+        done = step + 1
+        return done % self.config.run.save_interval == 0 or done == self.config.rollout.num_rollout
+
+    # -- pieces ------------------------------------------------------------------------------------------------------
+
+    async def _episodes(
+        self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
+    ) -> tuple[list[Group], CauseTable]:
+        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed)
+        attempts: list[Trajectory] = []
+        progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
+
+        def heard(trajectory: Trajectory) -> None:
+            attempts.append(trajectory)
+            progress.update()
+
+        groups: list[Group] = []
+        try:
+            groups, table = await Rollout(runner, self.parts.rollout_limits()).run(specs, heard)
+        finally:
+            progress.close()
+            runner.close()
+            final = {t.episode_id: t for t in [*attempts, *(t for g in groups for t in g.trajectories)]}
+            await asyncio.to_thread(self._write, sorted(final.values(), key=lambda t: (t.index, t.attempt)), extra)
+        return groups, table
+
+    def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
+        for t in trajectories:
+            self.folder.episodes.write(t, **extra)
+
+    def _rows(self, samples: Sequence[Sample], advantages: dict[str, float]) -> list[Row]:
+        t = self.config.train
+        rows = make_rows(samples, advantages, "token" if t.calculate_per_token_loss else "sequence")
+        return trained_rows(rows, keep_flat=bool(t.kl_loss_coef or t.entropy_coef))
+
+    def _loss(self) -> LossConfig:
+        t = self.config.train
+        return LossConfig(
+            eps_clip=t.eps_clip,
+            eps_clip_high=t.eps_clip_high,
+            eps_clip_c=t.eps_clip_c,
+            kl_loss_coef=t.kl_loss_coef if t.use_kl_loss else 0.0,
+            kl_loss_type=t.kl_loss_type,
+            entropy_coef=t.entropy_coef,
+            use_tis=t.use_tis,
+            tis_threshold=t.tis_threshold,
+        )
+
+    async def _with_log_probs(self, steps: list[list[Row]]) -> list[list[Row]]:
+        """Old log-probs (only where the weights change within the rollout: else the ratio is 1 by definition) and reference log-probs."""
+        t = self.config.train
+        for need, name, reference in ((len(steps) > 1, "old_log_probs", False), (t.use_kl_loss, "ref_log_probs", True)):
+            if need:
+                found = [await asyncio.to_thread(self.trainer.log_probs, rows, reference=reference, trained_only=True) for rows in steps]
+                steps = [[replace(r, **{name: lp}) for r, lp in zip(rows, lps, strict=True)] for rows, lps in zip(steps, found, strict=True)]
+        return steps
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self.step, self.policy_version, self.optimizer_step = state["step"], state["policy_version"], state["optimizer_step"]
+        self.source.load_state_dict(state["source"])
+        self.report.load_state_dict(state["report"])
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Warm-up, then constant, linear or cosine decay to a tenth over `num_rollout`."""
+    t, total = config.train, config.rollout.num_rollout
+    if step < t.lr_warmup_rollouts:
+        return t.lr * (step + 1) / t.lr_warmup_rollouts
+    done = (step - t.lr_warmup_rollouts) / max(1, total - t.lr_warmup_rollouts)
+    factor = {"constant": 1.0, "linear": 1 - 0.9 * done, "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * done))}[t.lr_decay_style]
+    return t.lr * factor

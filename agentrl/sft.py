@@ -1,0 +1,84 @@
+"""Supervised fine-tuning on recorded episodes or on conversations, with the masks of RL: what an expert wrote (DEMONSTRATION) or a policy
+sampled has mask 1, everything else 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from agentrl import __version__
+from agentrl.assemble import Parts
+from agentrl.config import Config
+from agentrl.data.conversations import read_conversations
+from agentrl.errors import DataError
+from agentrl.loop import Print
+from agentrl.runfolder import RunFolder
+from agentrl.samples import Sample, to_samples
+from agentrl.seeds import derive_seed
+from agentrl.store import read_episodes
+from agentrl.train.base import LossConfig
+from agentrl.train.rows import make_rows
+
+
+async def sft(config: Config, source: Path, *, out: Print = print) -> Path:
+    """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
+    parts = Parts(config)
+    samples = load_samples(source, parts)
+    folder = RunFolder.create(config, __version__)
+    trainer = await asyncio.to_thread(parts.trainer, folder.path, reference=False)
+    try:
+        batches = make_batches(samples, config)
+        out(f"run folder {folder.path}: {len(samples)} samples, {len(batches)} steps")
+        started = time.perf_counter()
+        for step, batch in enumerate(batches):
+            rows = make_rows(batch, {s.episode_id: 0.0 for s in batch}, "token" if config.train.calculate_per_token_loss else "sequence")
+            row = await asyncio.to_thread(trainer.step, rows, LossConfig(kind="sft"), sft_rate(config, step, len(batches)))
+            folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in row.items()}})
+            if step % 10 == 0 or step == len(batches) - 1:
+                out(f"step {step + 1:>5} of {len(batches)}  loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {time.perf_counter() - started:.0f} s")
+        await asyncio.to_thread(trainer.export_weights, folder.path / "hf")
+    finally:
+        await asyncio.to_thread(trainer.close)
+        parts.close()
+        folder.close()
+    out(f"weights in {folder.path / 'hf'}")
+    return folder.path
+
+
+def load_samples(source: Path, parts: Parts) -> list[Sample]:
+    """Samples of a store folder or of a JSONL file of conversations.
+
+    Raises:
+        DataError: nothing in it can be trained on.
+    """
+    if source.suffix == ".jsonl":
+        trajectories = list(read_conversations(source, parts.renderer, parts.context_length))
+    else:
+        trajectories = list(read_episodes(source))
+    samples = [s for t in trajectories for s in to_samples(t, demonstrations=True)]
+    if not samples:
+        raise DataError(f"{source}: no episode in it has a token to train on")
+    return samples
+
+
+def make_batches(samples: Sequence[Sample], config: Config) -> list[list[Sample]]:
+    """Whole episodes, shuffled anew in each epoch; the last, smaller batch of an epoch is kept."""
+    episodes: dict[str, list[Sample]] = {}
+    for s in samples:
+        episodes.setdefault(s.episode_id, []).append(s)
+    names, size = list(episodes), config.sft.sft_batch_size
+    batches = []
+    for epoch in range(config.sft.sft_epochs):
+        Random(derive_seed(config.run.seed, "sft", epoch)).shuffle(names)
+        batches += [[s for n in names[i : i + size] for s in episodes[n]] for i in range(0, len(names), size)]
+    return batches
+
+
+def sft_rate(config: Config, step: int, steps: int) -> float:
+    """Linear warm-up over `lr_warmup_rollouts` steps, then constant, or linear decay to a twentieth."""
+    t = config.train
+    warm = min(1.0, (step + 1) / max(1, t.lr_warmup_rollouts))
+    return t.lr * warm * (1.0 if t.lr_decay_style == "constant" else max(0.05, 1 - step / steps))
