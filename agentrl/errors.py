@@ -23,9 +23,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 
@@ -113,20 +111,27 @@ class RewardFailure(Failure):
     """A reward raised, ran out of time, or returned something that is not a number."""
 
 
-@contextmanager
-def boundary(failure: type[Failure], where: str) -> Iterator[None]:
-    """Attribute whatever user code raises inside to one kind of `Failure`.
+class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "env Maze.step"):`
+    """Attribute whatever user code raises inside to one kind of `Failure`: the one place where anything may be caught.
 
-    Failures and usage errors pass unchanged; a cancellation passes (it belongs to whoever cancelled).
+    Failures and usage errors pass unchanged; a cancellation passes (it belongs to whoever cancelled). No generator-based context
+    manager, since those let StopIteration through.
     """
-    try:
-        yield
-    except (Failure, UsageError):
-        raise
-    except (TimeoutError, asyncio.TimeoutError) as e:
-        raise failure(f"{where} ran out of time", f"{where}: timeout") from e
-    except Exception as e:  # the one place where anything may be caught: it is re-raised, attributed
-        raise failure(f"{where} raised {type(e).__name__}: {e}", f"{where}: {type(e).__name__}") from e
+
+    def __init__(self, failure: type[Failure], where: str) -> None:
+        self.failure = failure
+        self.where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, (Failure, UsageError)):
+            return
+        if isinstance(error, TimeoutError):
+            raise self.failure(f"{self.where} ran out of time", f"{self.where}: timeout") from error
+        name = type(error).__name__
+        raise self.failure(f"{self.where} raised {name}: {error}", f"{self.where}: {name}") from error
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

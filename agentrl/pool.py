@@ -1,8 +1,8 @@
 """Running user code (sync or async) under a time limit without ever blocking the event loop.
 
-Async functions are awaited with a timeout. Sync ones run in a bounded pool of threads of their own. A thread cannot be
-killed: one that runs out of time is abandoned and counted, and once `max_abandoned` of them hang, the pool refuses new
-work at once instead of piling it up.
+Async functions run as tasks, sync ones in a bounded pool of threads of their own. Neither can be made to stop: a thread cannot be killed,
+a coroutine may swallow its cancellation. One that goes on past its time limit is abandoned and counted, and once `max_abandoned` of them
+hang, the pool refuses new work at once instead of piling it up.
 """
 
 from __future__ import annotations
@@ -10,101 +10,172 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from agentrl.errors import InfraError
+
+CANCEL_GRACE_S = 1.0
+"""how long a cancelled coroutine may take to clean up before it counts as hanging"""
 
 
 class PoolExhaustedError(InfraError):
     """Too many calls hang in this pool; it takes no more."""
 
 
+class DeadlineError(TimeoutError):
+    """The pool's own time limit ran out (other than a TimeoutError that user code raised)."""
+
+
 class Pool:
-    """At most `threads` sync calls at once; further ones wait. Async calls need no thread.
+    """At most `threads` sync calls at once; further ones wait, and their time starts when they do. Async calls need no thread.
 
     Daemon threads, so a call that never returns does not keep the process alive.
     """
 
     def __init__(self, name: str, threads: int = 8, max_abandoned: int = 8) -> None:
         self.name = name
-        self.threads = threads
         self.max_abandoned = max_abandoned
         self.abandoned = 0
-        """calls that ran out of time and still hang"""
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._started = 0
+        """calls that ran out of time, or were cancelled, and still hang"""
+        self._slots = asyncio.Semaphore(threads)
+        self._work: SimpleQueue[_Call | None] = SimpleQueue()
         self._idle = 0
         self._lock = threading.Lock()
 
-    async def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+    async def call(self, fn: Callable[..., Any], /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Run `fn(*args, **kwargs)`, sync or async, for at most `timeout_s` seconds.
 
         Raises:
-            TimeoutError: it took longer.
-            PoolExhaustedError: `max_abandoned` sync calls hang already.
+            DeadlineError: it took longer (a TimeoutError).
+            PoolExhaustedError: `max_abandoned` calls hang already.
         """
+        work = partial(fn, *args, **kwargs)
         if is_async(fn):
-            return await asyncio.wait_for(fn(*args, **kwargs), timeout_s)
-        if self.abandoned >= self.max_abandoned:
-            raise PoolExhaustedError(f"{self.name}: {self.abandoned} calls hang past their time limit; no more are taken")
-        future = self._submit(lambda: fn(*args, **kwargs))
-        try:
-            result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout_s)
-        except (TimeoutError, asyncio.CancelledError):
-            self._abandon(future)
-            raise
-        return await asyncio.wait_for(result, timeout_s) if inspect.isawaitable(result) else result
+            self._check()
+            return await self._wait_for(work(), timeout_s)
+        async with self._slots:
+            self._check()
+            result = await self._in_thread(work, timeout_s)
+        return await self._wait_for(result, timeout_s) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         """Let idle threads end; hanging ones are left behind."""
         with self._lock:
-            for _ in range(self._started):
+            for _ in range(self._idle):
                 self._work.put(None)
-            self._started = 0
+            self._idle = 0
 
-    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            self._work.put((future, work))
-            if self._idle == 0 and self._started < self.threads + self.abandoned:
-                self._started += 1
-                threading.Thread(target=self._run, name=f"{self.name}-{self._started}", daemon=True).start()
-        return future
+    def _check(self) -> None:
+        if self.abandoned >= self.max_abandoned:
+            raise PoolExhaustedError(
+                f"{self.name}: {self.abandoned} calls hang past their time limit; no more are taken"
+            )
 
-    def _abandon(self, future: Future[Any]) -> None:
-        if future.cancel():
-            return  # it had not begun
-        with self._lock:
-            self.abandoned += 1
-        future.add_done_callback(self._returned)
+    async def _wait_for(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
+        """As asyncio.wait_for, but also when the coroutine swallows its cancellation, cancels itself or calls sys.exit."""
+        task = asyncio.ensure_future(_contained(awaitable))
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            if late := not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+                if not task.done():
+                    self._count(1)
+                    task.add_done_callback(self._returned)
+        if late:
+            if task.done() and not task.cancelled():
+                task.exception()  # seen, so that asyncio does not report it
+            raise DeadlineError(f"{self.name}: took longer than {timeout_s:g} s")
+        if task.cancelled():
+            raise RuntimeError("the call cancelled itself")
+        return task.result()
 
-    def _returned(self, _: Future[Any]) -> None:
+    def _returned(self, task: asyncio.Future[Any]) -> None:
+        self._count(-1)
+        if not task.cancelled():
+            task.exception()
+
+    def _count(self, n: int) -> None:
         with self._lock:
-            self.abandoned -= 1
+            self.abandoned += n
+
+    async def _in_thread(self, work: Callable[[], Any], timeout_s: float | None) -> Any:
+        call = _Call(work)
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._run, name=self.name, daemon=True).start()
+        self._work.put(call)
+        waiter = asyncio.wrap_future(call.outcome)
+        try:
+            await asyncio.wait({waiter}, timeout=timeout_s)
+        finally:
+            if late := not waiter.done():
+                self._abandon(call)
+                waiter.cancel()
+        if late:
+            raise DeadlineError(f"{self.name}: took longer than {timeout_s:g} s")
+        value, error = waiter.result()
+        if error is not None:
+            raise error
+        return value
+
+    def _abandon(self, call: _Call) -> None:
+        with self._lock:
+            if not call.finished:
+                call.abandoned = True
+                self.abandoned += 1
 
     def _run(self) -> None:
-        while True:
+        """A thread: take calls until told to end, or until one was abandoned (its place was given away)."""
+        while (call := self._work.get()) is not None:
+            outcome = call.run()
             with self._lock:
+                call.finished = True
+                if call.abandoned:
+                    self.abandoned -= 1
+                    return
                 self._idle += 1
-            item = self._work.get()
-            with self._lock:
-                self._idle -= 1
-            if item is None:
-                return
-            future, work = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = work()
-            except BaseException as e:  # handed to whoever awaits the future, as Executor does
-                future.set_exception(e)
-            else:
-                future.set_result(result)
+            call.outcome.set_result(outcome)
+
+
+class _Call:
+    """A sync call on its way through a thread. `outcome` holds (value, error), never an exception: asyncio cannot carry every kind."""
+
+    __slots__ = ("abandoned", "finished", "outcome", "work")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.outcome: Future[tuple[Any, Exception | None]] = Future()
+        self.outcome.set_running_or_notify_cancel()
+        self.abandoned = False
+        self.finished = False
+
+    def run(self) -> tuple[Any, Exception | None]:
+        try:
+            return self.work(), None
+        except Exception as e:  # noqa: BLE001  handed to whoever awaits, as an Executor does
+            return None, e
+        except BaseException as e:  # noqa: BLE001  sys.exit in user code must not end the run
+            return None, RuntimeError(f"{type(e).__name__}: {e}")
+
+
+async def _contained(awaitable: Awaitable[Any]) -> Any:
+    """Await it; sys.exit in user code must not end the run."""
+    try:
+        return await awaitable
+    except SystemExit as e:
+        raise RuntimeError(f"SystemExit: {e}") from e
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
-    """True if calling `fn` gives a coroutine (also for objects with an async `__call__`)."""
+    """True if calling `fn` gives a coroutine (also for partials, and objects with an async `__call__`)."""
+    while isinstance(fn, partial):
+        fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -25,7 +25,9 @@ T = TypeVar("T")
 class Registry:
     """Objects of one kind by name."""
 
-    def __init__(self, kind: str, builtin: Mapping[str, str], default: Callable[[ModuleType], Any] | None = None) -> None:
+    def __init__(
+        self, kind: str, builtin: Mapping[str, str], default: Callable[[ModuleType], Any] | None = None
+    ) -> None:
         """`builtin` maps names to 'module:Object', imported when asked for; `default` picks an object from a file given without one."""
         self.kind = kind
         self._known: dict[str, Any] = dict(builtin)
@@ -49,20 +51,30 @@ class Registry:
 
         Raises:
             UnknownNameError: nothing of that name; names close matches.
-            ConfigError: the module or file cannot be imported or lacks the object.
+            ConfigError: the module or file cannot be imported or lacks the object. What else it raises on import passes as it is.
         """
         if name in self._known:
             found = self._known[name]
             return self._import(found, name) if isinstance(found, str) else found
         for entry in entry_points(group=f"agentrl.{self.kind}s"):
             if entry.name == name:
-                return entry.load()
+                return self._load(entry)
         if ":" in name or name.endswith(".py"):
             return self._import(name, name)
         raise UnknownNameError.of(self.kind, name, self.names())
 
+    def _load(self, entry: EntryPoint) -> Any:
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as e:
+            raise ConfigError(f"{self.kind} {entry.name!r}: its entry point {entry.value} is broken: {e}") from e
+
     def _import(self, target: str, asked: str) -> Any:
         where, _, attribute = target.partition(":")
+        if not where.endswith(".py") and not all(map(str.isidentifier, where.split("."))):
+            raise ConfigError(
+                f"{self.kind} {asked!r}: expected package.module:Object or file.py:Object, found {where!r} before the ':'"
+            )
         try:
             module = load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         except (ImportError, SyntaxError, OSError) as e:
@@ -73,7 +85,9 @@ class Registry:
                 raise ConfigError(f"{self.kind} {asked!r}: name the object, as in {where}:Name")
             return found
         if not hasattr(module, attribute):
-            raise ConfigError(f"{self.kind} {asked!r}: {where} has no {attribute!r}{suggest(attribute, public_names(module))}")
+            raise ConfigError(
+                f"{self.kind} {asked!r}: {where} has no {attribute!r}{suggest(attribute, public_names(module))}"
+            )
         return getattr(module, attribute)
 
 
@@ -100,4 +114,6 @@ def load_file(path: Path) -> ModuleType:
 
 def public_names(module: ModuleType) -> list[str]:
     """Classes and functions defined in a module, for suggestions."""
-    return [n for n, o in vars(module).items() if not n.startswith("_") and (inspect.isclass(o) or inspect.isfunction(o))]
+    return [
+        n for n, o in vars(module).items() if not n.startswith("_") and (inspect.isclass(o) or inspect.isfunction(o))
+    ]

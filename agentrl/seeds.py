@@ -11,5 +11,10 @@ import hashlib
 
 def derive_seed(run_seed: int, *path: int | str) -> int:
     """A 63-bit seed for a place in the run; any change of any part gives an unrelated seed."""
-    text = "/".join([str(run_seed), *map(str, path)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    text = "/".join(_part(p) for p in (run_seed, *path))
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
+
+
+def _part(part: int | str) -> str:
+    """An int as its digits; a str with its length before it, so that no two paths read the same ('a', 'b/c' and 'a/b', 'c'; 1 and '1')."""
+    return f"{len(part)}:{part}" if isinstance(part, str) else str(int(part))

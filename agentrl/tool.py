@@ -16,9 +16,11 @@ The schema the policy sees comes from the type hints and the docstring; argument
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeVar, overload
 
 import docstring_parser
@@ -29,6 +31,7 @@ from agentrl.errors import ContractError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__agentrl_tool__"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,10 @@ class ToolSpec:
     @property
     def schema(self) -> dict[str, Any]:
         """The OpenAI-style function schema that chat templates take."""
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+        }
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check and coerce the arguments of a call.
@@ -75,7 +81,7 @@ class ToolSpec:
         except ValidationError as e:
             problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'arguments'}: {p['msg']}" for p in e.errors()[:3])
             raise ValueError(f"bad arguments for {self.name}: {problems}") from e
-        return {name: getattr(parsed, name) for name in self.model.model_fields}
+        return {f.alias or name: getattr(parsed, name) for name, f in self.model.model_fields.items()}
 
 
 class Tool:
@@ -110,11 +116,14 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
 
 
 def tools_of(obj: object) -> list[ToolSpec]:
-    """The `@tool` methods of an object, in the order they are written (base classes first)."""
-    names: dict[str, None] = {}
+    """The `@tool` methods of an object, in the order they are written (base classes first).
+
+    A method that overrides one stays a tool without being marked again; set to None, it is a tool no more.
+    """
+    marks: dict[str, tuple[str, ToolLimits]] = {}
     for cls in reversed(type(obj).__mro__):
-        names.update(dict.fromkeys(n for n, f in vars(cls).items() if hasattr(f, _MARK)))
-    return [spec_of(getattr(obj, n)) for n in names]
+        marks.update((n, getattr(f, _MARK)) for n, f in vars(cls).items() if hasattr(f, _MARK))
+    return [_spec(fn, *mark) for n, mark in marks.items() if (fn := getattr(obj, n)) is not None]
 
 
 def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
@@ -126,41 +135,55 @@ def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
     if isinstance(obj, Tool):
         if not callable(getattr(obj, "call", None)):
             raise ContractError(f"tool {type(obj).__name__} has no method `call`")
-        return replace(_spec(obj.call, type(obj).name or _snake(type(obj).__name__), obj.limits), fn=obj.call)
+        return _spec(obj.call, type(obj).name or _snake(type(obj).__name__), obj.limits)
     name, limits = getattr(obj, _MARK, (getattr(obj, "__name__", ""), ToolLimits()))
     return _spec(obj, name, limits)
 
 
-_cache: dict[Callable[..., Any], ToolSpec] = {}
-
-
 def _spec(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
-    """Build (once per underlying function) the schema, then bind it to this callable."""
-    key = getattr(fn, "__func__", fn)
-    if key not in _cache:
-        _cache[key] = _build(fn, name, limits)
-    return replace(_cache[key], fn=fn)
+    """Build (once per underlying function and name) the schema, then bind it to this callable."""
+    if not _NAME.fullmatch(name):
+        raise ContractError(
+            f"a tool's name is 1 to 64 letters, digits, '_', '-' or '.', found {name!r} for {fn!r:.80}; give @tool(name=...)"
+        )
+    build = _built if inspect.isroutine(fn) else _build
+    return replace(build(getattr(fn, "__func__", fn), name, inspect.ismethod(fn)), fn=fn, limits=limits)
 
 
-def _build(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
+def _build(fn: Callable[..., Any], name: str, bound: bool) -> ToolSpec:
     doc = docstring_parser.parse(inspect.getdoc(fn) or "")
     about = {p.arg_name: p.description or "" for p in doc.params}
     try:
-        hints = typing.get_type_hints(fn, include_extras=True)
+        hints = typing.get_type_hints(_hinted(fn), include_extras=True)
         fields: dict[str, Any] = {}
-        for p in inspect.signature(fn).parameters.values():
-            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                raise ContractError(f"tool {name}: *args and **kwargs cannot be described to the policy; name the parameters")
-            default = ... if p.default is p.empty else p.default
-            fields[p.name] = (hints.get(p.name, Any), Field(default, description=about.get(p.name) or None))
-        model = create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields)
+        for p in list(inspect.signature(fn).parameters.values())[bound:]:
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+                raise ContractError(f"tool {name}: the policy calls it by parameter names; {str(p)!r} has none")
+            # under names of our own, since pydantic forbids or shadows some ('_x', 'json', 'model_config')
+            about_it = Field(
+                ... if p.default is p.empty else p.default, alias=p.name, description=about.get(p.name) or None
+            )
+            fields[f"p{len(fields)}"] = (hints.get(p.name, Any), about_it)
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema()
-    except (PydanticUserError, NameError, TypeError) as e:
+    except ContractError:
+        raise
+    except (PydanticUserError, NameError, TypeError, ValueError) as e:
         raise ContractError(f"tool {name}: its signature makes no JSON schema: {e}") from e
     schema.pop("title", None)
     for prop in schema.get("properties", {}).values():
         prop.pop("title", None)
-    return ToolSpec(name, doc.description or "", schema, fn, model, limits)
+    return ToolSpec(name, doc.description or "", schema, fn, model)
+
+
+_built = lru_cache(maxsize=4096)(_build)
+
+
+def _hinted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What carries the type hints of a callable: itself, or what a partial or an object with `__call__` calls."""
+    if isinstance(fn, partial):
+        return _hinted(fn.func)
+    return fn if inspect.isroutine(fn) else type(fn).__call__
 
 
 def _snake(name: str) -> str:

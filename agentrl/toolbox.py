@@ -1,27 +1,38 @@
 """How tools are called: limits shared over episodes, retries, results made into text and cut, failures told apart.
 
 An exception of a tool is the policy's doing and becomes an observation, always: else a policy could erase its bad episodes. Only
-`InfraError` and transport errors are the infrastructure's; they are retried and then fail the episode (design §4).
+`InfraError` and the transport errors listed here are the infrastructure's; they are retried and then fail the episode (design §4).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 
-from agentrl.errors import InfraError, ToolFailure, suggest
-from agentrl.pool import Pool
+from agentrl.errors import ToolFailure, suggest
+from agentrl.pool import DeadlineError, Pool
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, ToolCall, ToolResult
 
-TRANSPORT_ERRORS = (InfraError, ConnectionError)
+TRANSPORT_ERRORS = {
+    "agentrl.errors.InfraError",
+    "builtins.ConnectionError",
+    "httpx.NetworkError",
+    "httpx.RemoteProtocolError",
+    "aiohttp.client_exceptions.ClientConnectionError",
+    "requests.exceptions.ConnectionError",
+}
+"""infrastructure failures by class (subclasses too), named so that no client library is imported for it"""
 
 
 class ToolLimiter:
@@ -36,15 +47,18 @@ class ToolLimiter:
 
 
 class Toolbox:
-    """All tools of a run's environments by name, shared over episodes."""
+    """All tools of a run's environments, shared over episodes. Tools of the same name in two environments have limits of their own."""
 
     def __init__(self) -> None:
-        self._limiters: dict[str, ToolLimiter] = {}
+        self._limiters: dict[tuple[str, str], ToolLimiter] = {}
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per tool: calls, errors, timeouts, retries, cut, hung."""
-        return {n: {**limiter.counts, "hung": limiter.pool.abandoned} for n, limiter in self._limiters.items()}
+        """Per tool name: calls, errors, timeouts, retries, cut, hung."""
+        total: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for (name, _), limiter in self._limiters.items():
+            total[name].update({**limiter.counts, "hung": limiter.pool.abandoned})
+        return {name: dict(counts) for name, counts in total.items()}
 
     async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
         """Run the action's calls, all at once, and return the action with their results in order.
@@ -75,8 +89,11 @@ class Toolbox:
     async def _call(self, tools: Mapping[str, ToolSpec], call: ToolCall) -> ToolResult:
         spec = tools.get(call.name)
         if spec is None:
-            return _error(call, f"unknown tool {call.name!r}{suggest(call.name, tools)}")
-        limiter = self._limiters.get(call.name) or self._limiters.setdefault(call.name, ToolLimiter(spec))
+            return _error(
+                replace(call, name=_clean(call.name)[:64]),
+                f"unknown tool {call.name[:64]!r}{suggest(call.name[:64], tools)}",
+            )
+        limiter = self._limiter(spec)
         limiter.counts["calls"] += 1
         try:
             arguments = spec.arguments(call.arguments)
@@ -88,21 +105,30 @@ class Toolbox:
             result = await self._attempts(spec, limiter, call, arguments)
         return replace(result, duration_s=time.perf_counter() - started)
 
-    async def _attempts(self, spec: ToolSpec, limiter: ToolLimiter, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
+    def _limiter(self, spec: ToolSpec) -> ToolLimiter:
+        fn = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)
+        key = (spec.name, f"{fn.__module__}.{fn.__qualname__}")
+        if key not in self._limiters:
+            self._limiters[key] = ToolLimiter(spec)
+        return self._limiters[key]
+
+    async def _attempts(
+        self, spec: ToolSpec, limiter: ToolLimiter, call: ToolCall, arguments: dict[str, Any]
+    ) -> ToolResult:
         for attempt in range(spec.limits.retries + 1):
             try:
-                value = await limiter.pool.call(spec.fn, timeout_s=spec.limits.timeout_s, **arguments)
+                value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)
                 result = _cut(call, to_text(value), spec.limits.max_result_bytes)
-            except TimeoutError:
+            except DeadlineError:
                 limiter.counts["timeouts"] += 1
                 return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
-            except TRANSPORT_ERRORS as e:
+            except Exception as e:  # the policy's doing becomes an observation (design §4), the rest is raised
+                if not is_transport_error(e):
+                    limiter.counts["errors"] += 1
+                    return _cut(call, f"error: {_say(e)}", spec.limits.max_result_bytes, is_error=True)
                 if attempt == spec.limits.retries:
-                    raise ToolFailure(f"tool {spec.name}: {e}", f"tool {spec.name}: {type(e).__name__}") from e
+                    raise ToolFailure(f"tool {spec.name}: {_say(e)}", f"tool {spec.name}: {type(e).__name__}") from e
                 limiter.counts["retries"] += 1
-            except Exception as e:  # the policy's doing: it becomes an observation (design §4)
-                limiter.counts["errors"] += 1
-                return _cut(call, f"error: {type(e).__name__}: {e}", spec.limits.max_result_bytes, is_error=True)
             else:
                 limiter.counts["cut"] += result.full_bytes is not None
                 return result
@@ -118,12 +144,26 @@ async def _guard(call: Any) -> ToolResult | ToolFailure:
     return result
 
 
+def is_transport_error(error: Exception) -> bool:
+    """True if it is the infrastructure's and not the policy's doing."""
+    return any(f"{c.__module__}.{c.__qualname__}" in TRANSPORT_ERRORS for c in type(error).__mro__)
+
+
+def _say(error: Exception) -> str:
+    """'Type: message', also of an exception that cannot say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  user code again: its __str__
+        return type(error).__name__
+
+
 def _error(call: ToolCall, message: str) -> ToolResult:
-    return ToolResult(call.id, call.name, f"error: {message}", is_error=True)
+    """A result that the toolbox itself writes; it may quote the policy at any length."""
+    return _cut(call, f"error: {message}", 2000, is_error=True)
 
 
 def to_text(value: Any) -> str:
-    """A tool's value as text: str as it is, bytes as UTF-8, None as nothing, the rest as JSON.
+    """A tool's value as text: str as it is, bytes as UTF-8, None as nothing, the rest as JSON (sets and pydantic models too).
 
     Raises:
         TypeError: not representable (the policy then reads that as the tool's error).
@@ -134,17 +174,30 @@ def to_text(value: Any) -> str:
         return ""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", errors="replace")
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
+    try:
+        return orjson.dumps(value, _jsonable, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
+    except orjson.JSONEncodeError:  # integers over 64 bits, lone surrogates
+        return json.dumps(value, default=_jsonable, ensure_ascii=False, separators=(",", ":"))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    raise TypeError(f"a tool must return text, bytes or JSON values, found {type(value).__name__}")
+
+
+def _clean(text: str) -> str:
+    """Lone surrogates, which no tokenizer takes, become '?'."""
+    return text.encode("utf-8", errors="replace").decode()
 
 
 def _cut(call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
-    """Cut to `limit` bytes of UTF-8 at a character boundary, and say so in the text.
-
-    Lone surrogates, which no tokenizer takes, become '?'.
-    """
+    """Cut to `limit` bytes of UTF-8 at a character boundary, and say so in the text. Lone surrogates become '?', as in `_clean`."""
     raw = text.encode("utf-8", errors="replace")
     if len(raw) <= limit:
-        return ToolResult(call.id, call.name, text if raw.isascii() else raw.decode(), is_error)
+        return ToolResult(call.id, call.name, raw.decode(), is_error)
     head = raw[:limit].decode("utf-8", errors="ignore")
     note = f"\n[cut: the first {len(head.encode())} of {len(raw)} bytes]"
     return ToolResult(call.id, call.name, head + note, is_error, len(raw), hashlib.sha256(raw).hexdigest())
