@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from agentrl.errors import ConfigError, EngineFailure
 from agentrl.types import FinishReason
 
 
@@ -108,10 +109,41 @@ class Engine(Protocol):
         """Take memory back after `sleep`."""
 
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
-        """Take new weights, check their fingerprint, drop the prefix cache, and answer with the new version from now on."""
+        """Take new weights, check their fingerprint, drop the prefix cache, and answer with the new version from now on.
+
+        No generation mixes two versions: requests in flight that hold sampled tokens are given up (EngineAbort), the rest start over.
+        Weights that do not fit are refused with EngineFailure and the old ones stay whole.
+        """
 
     async def health(self) -> EngineInfo:
         """Answer within seconds, or raise EngineFailure."""
 
     async def close(self) -> None:
         """Stop; idempotent."""
+
+
+def check_request(ids: Sequence[int], sampling: SamplingParams, context_length: int) -> int:
+    """The most tokens this request may sample: `max_new_tokens`, or less where the context length leaves less.
+
+    Raises:
+        ConfigError: sampling parameters that mean nothing.
+        EngineFailure: an empty context, or one that leaves no room for a token.
+    """
+    if sampling.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1; found {sampling.max_new_tokens}")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise ConfigError(f"temperature must be a number from 0 up; found {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1; found {sampling.top_p}")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, or -1 for off; found {sampling.top_k}")
+    if not all(sampling.stop):
+        raise ConfigError("an empty stop string would end every generation before it starts; remove it from `stop`")
+    if not ids:
+        raise EngineFailure("the context is empty; an engine continues at least one token", "empty context")
+    if len(ids) >= context_length:
+        raise EngineFailure(
+            f"a context of {len(ids)} tokens leaves no room to generate: the engine holds {context_length} tokens of context and generation",
+            "context too long",
+        )
+    return min(sampling.max_new_tokens, context_length - len(ids))
