@@ -213,7 +213,7 @@ class Config:
         return r.global_batch_size or r.rollout_batch_size * r.n_samples_per_prompt // r.num_steps_per_rollout
 
     def to_toml(self) -> str:
-        """The resolved settings; what is None is left out."""
+        """The resolved settings, to be read again by `read_toml`; what is None by default and stayed so is left out."""
         return tomli_w.dumps(_plain(self))
 
 
@@ -222,6 +222,38 @@ SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config) if 
 
 FIELDS: dict[str, str] = {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
 """Field name -> its section."""
+
+_AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(
+        ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"), 1
+    ),
+    **dict.fromkeys(
+        (
+            "rollout_max_response_len",
+            "rollout_max_context_len",
+            "max_tokens_per_turn",
+            "max_turns",
+            "max_invalid_actions",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        ("max_calls_per_turn", "concurrency", "min_group_size", "engine_max_running", "threads", "data_limit"), 1
+    ),
+    **dict.fromkeys(("save_interval", "max_tokens_per_gpu", "n_samples_per_eval_prompt", "eval_limit"), 1),
+    **dict.fromkeys(
+        (
+            "max_retries",
+            "keep_checkpoints",
+            "episode_timeout_s",
+            "eval_interval",
+            "eval_temperature",
+            "lr",
+            "lr_warmup_rollouts",
+        ),
+        0,
+    ),
+}
 
 Layer = dict[str, Any]
 """flat field names (and 'megatron': {...}) with raw values"""
@@ -237,18 +269,26 @@ def read_toml(path: Path) -> Layer:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not TOML: {e}") from e
     flat: Layer = {}
     for section, body in data.items():
+        if section in FIELDS and section not in SECTIONS:
+            raise ConfigError(f"{path}: {section!r} stands in no section; it belongs in [{FIELDS[section]}]")
+        if section not in (*SECTIONS, "megatron"):
+            raise ConfigError(f"{path}: unknown section [{section}]{suggest(section, [*SECTIONS, 'megatron'])}")
+        if not isinstance(body, dict):
+            raise ConfigError(f"{path}: {section!r} is a section; write [{section}] and its keys below it")
         if section == "megatron":
             flat["megatron"] = body
             continue
-        if section not in SECTIONS or not isinstance(body, dict):
-            raise ConfigError(f"{path}: unknown section [{section}]{suggest(section, [*SECTIONS, 'megatron'])}")
         for key, value in body.items():
             if FIELDS.get(key) != section:
-                where = f"; it belongs in [{FIELDS[key]}]" if key in FIELDS else suggest(key, [k for k, s in FIELDS.items() if s == section])
+                where = (
+                    f"; it belongs in [{FIELDS[key]}]"
+                    if key in FIELDS
+                    else suggest(key, [k for k, s in FIELDS.items() if s == section])
+                )
                 raise ConfigError(f"{path}: unknown key {key!r} in [{section}]{where}")
             flat[key] = value
     return flat
@@ -257,26 +297,38 @@ def read_toml(path: Path) -> Layer:
 def build_config(*layers: Layer) -> Config:
     """Merge layers (later ones win; env_args, template_args and megatron merge by key), convert, check.
 
+    'none' stands for None where a setting may be None (TOML and flags have no other word for it).
+
     Raises:
-        ConfigError: a value of the wrong type, or settings that contradict each other.
+        ConfigError: an unknown name, a value of the wrong type, or settings that contradict each other.
     """
     flat: Layer = {}
     for layer in layers:
         for key, value in layer.items():
-            flat[key] = {**flat.get(key, {}), **value} if isinstance(value, Mapping) else value
-    sections = {name: _section(cls, {f.name: flat[f.name] for f in fields(cls) if f.name in flat}) for name, cls in SECTIONS.items()}
+            if key not in FIELDS and key != "megatron":
+                raise ConfigError(f"unknown setting {key!r}{suggest(key, FIELDS)}")
+            before: Any = flat.get(key)
+            flat[key] = {**before, **value} if isinstance(value, Mapping) and isinstance(before, Mapping) else value
+    sections = {
+        name: _section(cls, {f.name: flat[f.name] for f in fields(cls) if f.name in flat})
+        for name, cls in SECTIONS.items()
+    }
     config = Config(**sections, megatron=dict(flat.get("megatron", {})))
     check(config)
     return config
 
 
 def _section(cls: type, values: Layer) -> Any:
+    optional = {f.name for f in fields(cls) if "None" in str(f.type)}
+    values = {k: None if v == "none" and k in optional else v for k, v in values.items()}
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as e:
         first = e.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else cls.__name__
-        raise ConfigError(f"--{name.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, found {first['input']!r}") from e
+        raise ConfigError(
+            f"--{name.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, found {first['input']!r}"
+        ) from e
 
 
 def check(config: Config) -> None:
@@ -286,17 +338,26 @@ def check(config: Config) -> None:
         ConfigError: one sentence.
     """
     r, t = config.rollout, config.train
+    for name, least in _AT_LEAST.items():
+        value = getattr(getattr(config, FIELDS[name]), name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, found {value}")
     left, right = r.rollout_batch_size * r.n_samples_per_prompt, config.global_batch_size * r.num_steps_per_rollout
     if left != right:
         raise ConfigError(
             f"rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout does not hold: "
             f"{r.rollout_batch_size} × {r.n_samples_per_prompt} = {left}, but {config.global_batch_size} × {r.num_steps_per_rollout} = {right}"
         )
-    for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "concurrency", "rollout_max_response_len"):
-        if getattr(r, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(r, name)}")
+    if not 0 < r.rollout_top_p <= 1 or (r.rollout_top_k != -1 and r.rollout_top_k < 1):
+        raise ConfigError(
+            f"--rollout-top-p must be above 0 and at most 1, --rollout-top-k at least 1 or -1 (off), found {r.rollout_top_p} and {r.rollout_top_k}"
+        )
+    if not 0 <= r.max_failure_share <= 1:
+        raise ConfigError(f"--max-failure-share is a share from 0 to 1, found {r.max_failure_share}")
     if r.rollout_temperature <= 0:
-        raise ConfigError(f"--rollout-temperature must be above 0 for training (greedy samples have no distribution), found {r.rollout_temperature}")
+        raise ConfigError(
+            f"--rollout-temperature must be above 0 for training (greedy samples have no distribution), found {r.rollout_temperature}"
+        )
     if (r.rollout_top_p < 1 or r.rollout_top_k > 0) and not r.allow_truncated_sampling:
         raise ConfigError(
             "training with top-p or top-k samples from another distribution than the trainer's; set --allow-truncated-sampling if that is meant"
@@ -304,14 +365,21 @@ def check(config: Config) -> None:
     if t.kl_loss_coef and not t.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add it")
     if not config.data.apply_chat_template:
-        raise ConfigError("--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing")
+        raise ConfigError(
+            "--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing"
+        )
     if len(config.eval.eval_prompt_data) % 2:
         raise ConfigError(f"--eval-prompt-data takes NAME PATH pairs, found {len(config.eval.eval_prompt_data)} words")
 
 
 def _plain(obj: Any) -> Any:
     if is_dataclass(obj) and not isinstance(obj, type):
-        return {f.name: _plain(getattr(obj, f.name)) for f in fields(obj) if getattr(obj, f.name) is not None}
+        values = {f.name: (getattr(obj, f.name), f.default) for f in fields(obj)}
+        return {
+            k: "none" if v is None else _plain(v)
+            for k, (v, default) in values.items()
+            if v is not None or default is not None
+        }
     if isinstance(obj, tuple):
         return [_plain(v) for v in obj]
     if isinstance(obj, Mapping):

@@ -93,7 +93,9 @@ class Env:
         specs += tools_of(self)
         names = [s.name for s in specs]
         if len(set(names)) != len(names):
-            raise ContractError(f"environment {self.label()} has two tools of the same name: {sorted(n for n in names if names.count(n) > 1)}")
+            raise ContractError(
+                f"environment {self.label()} has two tools of the same name: {sorted(n for n in names if names.count(n) > 1)}"
+            )
         return specs
 
     @property
@@ -128,7 +130,11 @@ def tool_messages(action: Action) -> list[Message]:
 
 def _only_env(module: Any) -> Any:
     """The one Env subclass that a file defines."""
-    found = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Env) and c.__module__ == module.__name__]
+    found = [
+        c
+        for c in vars(module).values()
+        if inspect.isclass(c) and issubclass(c, Env) and c.__module__ == module.__name__
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -154,8 +160,15 @@ def make_env_class(name: str) -> type[Env]:
 
 
 def check_env_args(cls: type[Env], args: Mapping[str, Any]) -> None:
-    """Refuse constructor arguments that the environment does not take, with a suggestion."""
+    """Refuse constructor arguments that the environment does not take, with a suggestion, and missing ones.
+
+    Raises:
+        ConfigError: which one.
+    """
     parameters = inspect.signature(cls).parameters
+    for name, p in parameters.items():
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in args:
+            raise ConfigError(f"environment {cls.label()} needs an argument {name!r}; give --env-arg {name}=VALUE")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in args:

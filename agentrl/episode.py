@@ -12,11 +12,13 @@ The order of limits (design §6), the first that holds ends the episode:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import zlib
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
@@ -29,6 +31,7 @@ from agentrl.errors import (
     Failure,
     RewardFailure,
     ToolFailure,
+    UsageError,
     boundary,
 )
 from agentrl.pool import Pool
@@ -39,7 +42,19 @@ from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
 from agentrl.tool import ToolSpec
 from agentrl.toolbox import Toolbox
-from agentrl.types import Action, EpisodeSpec, FinishReason, Message, Observation, ParseError, Provenance, StepResult, StopReason, Trajectory, Turn
+from agentrl.types import (
+    Action,
+    EpisodeSpec,
+    FinishReason,
+    Message,
+    Observation,
+    ParseError,
+    Provenance,
+    StepResult,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 _STOP_REASONS: Mapping[type[Failure], StopReason] = {
     EngineAbort: StopReason.ENGINE_ABORT,
@@ -48,6 +63,7 @@ _STOP_REASONS: Mapping[type[Failure], StopReason] = {
     ToolFailure: StopReason.TOOL_FAILURE,
     RewardFailure: StopReason.REWARD_FAILURE,
 }
+_MAX_HUNG_CLOSES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,8 @@ class EpisodeRunner:
         self.seed = seed
         self.toolbox = Toolbox()
         self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
+        self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
+        """of its own, so that closing goes on when every other call hangs"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close. Failures come back as the trajectory's stop reason; only a cancel is raised."""
@@ -108,13 +126,14 @@ class EpisodeRunner:
             return trajectory
         try:
             return await self.scorer.score(trajectory)
-        except RewardFailure as e:
+        except Failure as e:
             return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
 
     def close(self) -> None:
         """Let the idle threads of all pools end."""
         self.toolbox.close()
         self.env_pool.close()
+        self.close_pool.close()
 
 
 class Episode:
@@ -146,7 +165,7 @@ class Episode:
         except TimeoutError:
             return StopReason.EPISODE_TIMEOUT, None
         except Failure as e:
-            return _STOP_REASONS[type(e)], e.cause
+            return next(reason for kind, reason in _STOP_REASONS.items() if isinstance(e, kind)), e.cause
 
     async def play(self) -> StopReason:
         """Turn after turn until something ends the episode."""
@@ -178,10 +197,13 @@ class Episode:
         self.tools = {t.name: t for t in self.env.tool_specs()}
         with boundary(EnvFailure, "tool setup"):
             for tool in self.env.tool_instances:
-                await tool.setup(derive_seed(self.seed, "tool"))
+                seed = derive_seed(self.seed, "tool")
+                await runner.env_pool.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
         first = Observation.of(await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env")))
         if not first.messages:
-            raise ContractError(f"{runner.env_class.label()}.reset returned an empty observation; return the first message")
+            raise ContractError(
+                f"{runner.env_class.label()}.reset returned an empty observation; return the first message"
+            )
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
         self.recorder.open(self.runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]))
@@ -214,10 +236,13 @@ class Episode:
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine gave the generation up", "engine abort")
         if len(generation.ids) > room:
-            raise EngineFailure(f"asked for at most {room} tokens, the engine sent {len(generation.ids)}", "engine: too many tokens")
+            raise EngineFailure(
+                f"asked for at most {room} tokens, the engine sent {len(generation.ids)}", "engine: too many tokens"
+            )
         self.clock["generate_s"] += elapsed
         self.demonstration |= generation.demonstration
-        self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
+        with boundary(EngineFailure, "the engine's answer"):
+            self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
         action = runner.renderer.parse(generation.ids, generation.finish_reason, runner.limits.max_calls_per_turn)
         if not generation.ids:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))
@@ -249,9 +274,11 @@ class Episode:
         started = time.perf_counter()
         result = await self.call_env("step", action)
         elapsed = time.perf_counter() - started
+        label = self.runner.env_class.label()
         if not isinstance(result, StepResult):
-            label = self.runner.env_class.label()
             raise ContractError(f"{label}.step must return a StepResult, found {type(result).__name__}: {result!r:.80}")
+        if not isinstance(result.info, Mapping):
+            raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.clock["env_s"] += elapsed
         self.amend(
             observation=Observation.of(result.observation),
@@ -272,20 +299,24 @@ class Episode:
         turn, renderer, limits = self.turns[-1], self.runner.renderer, self.runner.limits
         messages = list(turn.observation.messages)
         if not messages:
-            raise ContractError(f"{self.runner.env_class.label()}.step ended nothing and observed nothing; return an observation or terminated=True")
+            raise ContractError(
+                f"{self.runner.env_class.label()}.step ended nothing and observed nothing; return an observation or terminated=True"
+            )
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
         sampled = self.last_ids()
         delta, kept, cut = fit(renderer, messages, sampled, min(context_room, budget_room) - 1)
         if delta is None:
-            return StopReason.CONTEXT_FULL if context_room <= budget_room else StopReason.MAX_TOKENS
+            return StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
         if cut:
             self.amend(observation=Observation(tuple(kept)), observation_cut_tokens=cut)
         self.conversation += [{"role": "assistant", "content": turn.action.text}, *kept]
         if delta.new_segment is None:
             self.recorder.extend(delta.pieces, turn=turn.index)
         else:
-            self.recorder.open(renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]), turn=turn.index)
+            self.recorder.open(
+                renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]), turn=turn.index
+            )
             self.amend(info={**turn.info, "new_segment": delta.new_segment})
         return None
 
@@ -294,7 +325,10 @@ class Episode:
     def last_ids(self) -> tuple[int, ...]:
         """What was sampled in the last turn."""
         span = self.recorder.last_span()
-        sampled = span.turn == self.turns[-1].index and span.provenance in (Provenance.SAMPLED, Provenance.DEMONSTRATION)
+        sampled = span.turn == self.turns[-1].index and span.provenance in (
+            Provenance.SAMPLED,
+            Provenance.DEMONSTRATION,
+        )
         return span.ids if sampled else ()
 
     def amend(self, **changes: Any) -> None:
@@ -305,28 +339,37 @@ class Episode:
         """Call one of the environment's methods under its time limit, off the event loop if it is sync."""
         runner = self.runner
         with boundary(EnvFailure, f"env {method}"):
-            return await runner.env_pool.call(getattr(self.env, method), *args, timeout_s=runner.env_class.timeout_s, **kwargs)
+            return await runner.env_pool.call(
+                getattr(self.env, method), *args, timeout_s=runner.env_class.timeout_s, **kwargs
+            )
 
     async def close(self) -> None:
-        """Take the environment's last state, then close it, its tools and the engine's session. Called once, whatever happened."""
-        await self.runner.engine.release(self.spec.episode_id)
-        if self.env is None:
-            return
-        try:
+        """Take the environment's last state, then close its tools, itself and the engine's session. Called once, whatever happened.
+
+        What fails here stops nothing that follows: the episode was over, the cause is counted.
+        """
+        if self.env is not None:
             if type(self.env).state is not Env.state:
-                self.state = await self.call_env("state")
+                self.state = dict(await self.finish(EnvFailure, "env state", self.env.state) or {})
             for tool in self.env.tool_instances:
-                with boundary(EnvFailure, "tool close"):
-                    await asyncio.wait_for(tool.close(), self.runner.env_class.timeout_s)
-        except Failure as e:
-            self.close_failure = e.cause
+                await self.finish(ToolFailure, "tool close", tool.close)
+            await self.finish(EnvFailure, "env close", self.env.close)
+        await self.finish(EngineFailure, "engine release", partial(self.runner.engine.release, self.spec.episode_id))
+
+    async def finish(self, kind: type[Failure], where: str, call: Callable[[], Any]) -> Any:
+        """Make one closing call; None if it failed."""
         try:
-            await self.call_env("close")
-        except Failure as e:
-            self.close_failure = e.cause
+            with boundary(kind, where):
+                value = await self.runner.close_pool.call(call, timeout_s=self.runner.env_class.timeout_s)
+                if where == "env state" and not isinstance(value, Mapping):
+                    raise TypeError(f"state must return a mapping, found {type(value).__name__}")
+                return value
+        except (Failure, UsageError) as e:
+            self.close_failure = self.close_failure or getattr(e, "cause", str(e))
+            return None
 
     close_failure: str | None = None
-    """why closing failed; the episode stands (it was over), the cause is counted"""
+    """why closing failed, if it did"""
 
     def trajectory(self, reason: StopReason, cause: str | None) -> Trajectory:
         """The immutable record, not yet scored."""
@@ -358,8 +401,8 @@ def check_reward(value: Any, env_class: type[Env]) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if number != number or number in (float("inf"), float("-inf")) or isinstance(value, str):
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, (str, bytes)):
         raise ContractError(f"{env_class.label()}.step returned the reward {value!r:.60}; it must be a finite number")
     return number

@@ -24,7 +24,14 @@ class Recorder:
         self._current: dict[str, int] = {}
 
     def open(self, pieces: Iterable[Piece], *, turn: int = -1, agent_id: str = "policy") -> int:
-        """Begin a segment; returns its index."""
+        """Begin a segment; returns its index.
+
+        Raises:
+            InvariantError: no tokens: there is nothing to generate from.
+        """
+        pieces = [(provenance, ids) for provenance, ids in pieces if ids]
+        if not pieces:
+            raise InvariantError("a segment must begin with at least one token")
         self._segments.append(_Open(agent_id))
         self._current[agent_id] = len(self._segments) - 1
         self.extend(pieces, turn=turn, agent_id=agent_id)
@@ -46,7 +53,14 @@ class Recorder:
             segment.add(Span(Provenance.DEMONSTRATION, generation.ids, turn))
         else:
             segment.add(
-                Span(Provenance.SAMPLED, generation.ids, turn, generation.log_probs, generation.policy_version, temperature or 1.0)
+                Span(
+                    Provenance.SAMPLED,
+                    generation.ids,
+                    turn,
+                    generation.log_probs,
+                    generation.policy_version,
+                    temperature or 1.0,
+                )
             )
 
     def context(self, agent_id: str = "policy") -> list[int]:
@@ -65,7 +79,9 @@ class Recorder:
         """Index of the agent's current segment."""
         return self._current[agent_id]
 
-    def observe(self, context: Sequence[int], generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy") -> bool:
+    def observe(
+        self, context: Sequence[int], generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy"
+    ) -> bool:
         """Record an exchange of an agent that is not ours (a gateway's): the context it sent and what it got.
 
         Goes on with the longest segment of that agent that is an exact prefix of `context`; else opens one. True if it went on.
@@ -73,19 +89,26 @@ class Recorder:
         best = -1
         for i, s in enumerate(self._segments):
             n = len(s.ids)
-            if s.agent_id == agent_id and n <= len(context) and (best < 0 or n > len(self._segments[best].ids)) and s.ids == list(context[:n]):
+            if (
+                s.agent_id == agent_id
+                and n <= len(context)
+                and (best < 0 or n > len(self._segments[best].ids))
+                and s.ids == list(context[:n])
+            ):
                 best = i
         if best < 0:
             self.open([(Provenance.PROMPT, context)], agent_id=agent_id)
         else:
             self._current[agent_id] = best
-            self.extend([(Provenance.OBSERVATION, context[len(self._segments[best].ids) :])], turn=turn, agent_id=agent_id)
+            self.extend(
+                [(Provenance.OBSERVATION, context[len(self._segments[best].ids) :])], turn=turn, agent_id=agent_id
+            )
         self.sampled(generation, turn=turn, temperature=temperature, agent_id=agent_id)
         return best >= 0
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments so far."""
-        return tuple(Segment(tuple(s.spans), s.agent_id) for s in self._segments if s.spans)
+        return tuple(Segment(tuple(s.spans), s.agent_id) for s in self._segments)
 
 
 class _Open:

@@ -57,7 +57,7 @@ def reward(
     """Make a function a reward, and register it under its name for `--reward`."""
 
     def make(f: Callable[..., Any]) -> Reward:
-        made = Reward(f, name or getattr(f, "__name__", "reward"), weight, group, timeout_s)
+        made = Reward(f, name or str(getattr(f, "__name__", "reward")), weight, group, timeout_s)
         REWARDS.register(made.name)(made)
         return made
 
@@ -70,7 +70,7 @@ REWARDS = Registry("reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl
 
 def resolve_rewards(items: Sequence[Any]) -> tuple[Reward, ...]:
     """Reward objects from Reward objects, plain functions or specs 'NAME', 'NAME=WEIGHT', 'module:fn', 'file.py:fn'."""
-    found = []
+    found: list[Reward] = []
     for item in items:
         made = _resolve(item)
         if any(r.name == made.name for r in found):
@@ -112,7 +112,11 @@ class Scorer:
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
-                out = r.fn(trajectory) if r in self._inline else await self.pool.call(r.fn, trajectory, timeout_s=r.timeout_s)
+                out = (
+                    r.fn(trajectory)
+                    if r in self._inline
+                    else await self.pool.call(r.fn, trajectory, timeout_s=r.timeout_s)
+                )
             _add(r, out, values, weights)
         return replace(trajectory, rewards=values, weights=weights)
 
@@ -127,7 +131,10 @@ class Scorer:
             with boundary(RewardFailure, f"reward {r.name}"):
                 outs = list(await self.pool.call(r.fn, list(done), timeout_s=r.timeout_s))
             if len(outs) != len(done):
-                raise RewardFailure(f"group reward {r.name} returned {len(outs)} values for {len(done)} trajectories", f"reward {r.name}: length")
+                raise RewardFailure(
+                    f"group reward {r.name} returned {len(outs)} values for {len(done)} trajectories",
+                    f"reward {r.name}: length",
+                )
             for i, out in enumerate(outs):
                 values, weights = dict(done[i].rewards), dict(done[i].weights)
                 _add(r, out, values, weights)
@@ -149,7 +156,17 @@ def _add(r: Reward, out: Any, values: dict[str, float | None], weights: dict[str
     components: Mapping[str, Any] = out if isinstance(out, Mapping) else {"": out}
     for key, value in components.items():
         name = f"{r.name}.{key}" if key else r.name
-        if value is not None and (isinstance(value, (str, bytes)) or not isinstance(value, Real) or not math.isfinite(value)):
-            raise RewardFailure(f"reward {name} must be a finite number or None, found {value!r:.60}", f"reward {name}: not a number")
-        values[name] = None if value is None else float(value)
+        values[name] = None if value is None else _number(name, value)
         weights[name] = r.weight
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an integer beyond a float's range
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardFailure(
+            f"reward {name} must be a finite number or None, found {value!r:.60}", f"reward {name}: not a number"
+        )
+    return number

@@ -24,10 +24,16 @@ class CauseTable:
 
     def add(self, trajectory: Trajectory) -> None:
         """Count one finished attempt."""
-        self.counts[trajectory.stop_reason.value, trajectory.cause or ""] += 1
+        self.counts[_key(trajectory)] += 1
         for turn in trajectory.turns:
             if "new_segment" in turn.info:
                 self.counts["(segment opened)", str(turn.info["new_segment"])] += 1
+
+    def recount(self, before: Trajectory, after: Trajectory) -> None:
+        """An attempt that was counted turned out otherwise (its group's reward failed): still one attempt."""
+        self.counts[_key(before)] -= 1
+        self.counts += Counter()  # drops what is at zero
+        self.counts[_key(after)] += 1
 
     def merge(self, other: CauseTable) -> None:
         """Add another table to this one."""
@@ -43,7 +49,11 @@ class CauseTable:
     @property
     def failures(self) -> int:
         """Attempts that failed for reasons of infrastructure."""
-        return sum(n for (reason, _), n in self.counts.items() if not reason.startswith("(") and StopReason(reason).status is Status.FAILED)
+        return sum(
+            n
+            for (reason, _), n in self.counts.items()
+            if not reason.startswith("(") and StopReason(reason).status is Status.FAILED
+        )
 
     def by_reason(self) -> dict[str, int]:
         """Counts by stop reason alone."""
@@ -85,7 +95,9 @@ class Rollout:
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.concurrency)
 
-    async def run(self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None) -> tuple[list[Group], CauseTable]:
+    async def run(
+        self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
+    ) -> tuple[list[Group], CauseTable]:
         """Run all groups; returns those that stand, in order, and the table. `progress` hears of every finished attempt.
 
         Raises:
@@ -96,26 +108,36 @@ class Rollout:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
-        except* Exception as e:  # re-raised: the first error alone, not a group of what followed from it
-            raise _first(e) from None
+        except ExceptionGroup as e:
+            raise _first(e) from None  # the first error alone, not a group of what followed from it
         done = [t.result() for t in running]
         return [g for g in done if g is not None], table
 
     async def _group(self, specs: Sequence[EpisodeSpec], table: CauseTable, progress: Progress | None) -> Group | None:
-        members = await asyncio.gather(*(self._episode(s, table, progress) for s in specs))
-        kept = [t for t in members if t is not None]
+        async with (
+            asyncio.TaskGroup() as tasks
+        ):  # if one raises, the others are cancelled, and closed before the error goes on
+            members = [tasks.create_task(self._episode(s, table, progress)) for s in specs]
+        kept = [t for m in members if (t := m.result()) is not None]
         if len(kept) < min(self.limits.min_group_size, len(specs)):
             table.dropped_groups += 1
             return None
-        try:
-            kept = await self.runner.scorer.score_group(kept)
-        except RewardFailure as e:
-            for t in kept:
-                table.add(replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause))
-            table.dropped_groups += 1
-            self._check(table)
-            return None
-        return Group(specs[0].group_index, specs[0].task, tuple(kept))
+        scored = await self._score(kept, table)
+        return Group(specs[0].group_index, specs[0].task, tuple(scored)) if scored else None
+
+    async def _score(self, members: list[Trajectory], table: CauseTable) -> list[Trajectory] | None:
+        """The members with their group rewards, tried as often as an episode is; None if the group is lost."""
+        for attempt in range(self.limits.max_retries + 1):
+            try:
+                return await self.runner.scorer.score_group(members)
+            except RewardFailure as e:
+                if attempt < self.limits.max_retries:
+                    continue
+                for t in members:
+                    table.recount(t, replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause))
+        table.dropped_groups += 1
+        self._check(table)
+        return None
 
     async def _episode(self, spec: EpisodeSpec, table: CauseTable, progress: Progress | None) -> Trajectory | None:
         """One episode with its retries; None if it is lost."""
@@ -141,7 +163,11 @@ class Rollout:
             )
 
 
-def _first(error: BaseExceptionGroup[BaseException]) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
+def _key(t: Trajectory) -> tuple[str, str]:
+    return t.stop_reason.value, t.cause or ""
+
+
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

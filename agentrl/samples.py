@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 from agentrl.errors import InvariantError
@@ -18,6 +19,7 @@ Runs = list[tuple[int, int]]
 """run-length encoding: (value, count), in order"""
 
 _NEVER = (Provenance.PROMPT, Provenance.OBSERVATION, Provenance.TEMPLATE, Provenance.FORCED)
+_KNOWN = frozenset(map(int, Provenance))
 
 
 @dataclass
@@ -100,11 +102,13 @@ class Sample:
                 raise InvariantError(f"Sample.{name} covers {sum(c for _, c in runs)} tokens, response_length is {n}")
         if self.loss_mask is not None and not set(self.loss_mask) <= {0, 1}:
             raise InvariantError("Sample.loss_mask must hold only 0 and 1")
-        if self.rollout_log_probs is not None and not math.isfinite(math.fsum(self.rollout_log_probs)):
+        if self.rollout_log_probs is not None and not all(map(math.isfinite, self.rollout_log_probs)):
             raise InvariantError("Sample.rollout_log_probs holds a value that is not finite")
         rewards = self.reward.values() if isinstance(self.reward, dict) else [self.reward]
-        if any(r is not None and not math.isfinite(r) for r in rewards):
-            raise InvariantError(f"Sample.reward is not finite: {self.reward}")
+        if not all(r is None or (isinstance(r, Real) and math.isfinite(r)) for r in rewards):
+            raise InvariantError(f"Sample.reward must be finite numbers, found {self.reward!r:.80}")
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise InvariantError(f"Sample.temperature must be a number from 0 up, found {self.temperature!r}")
         if self.status in (Status.FAILED, Status.ABORTED) and any(self.loss_mask or ()):
             raise InvariantError(f"a Sample of status {self.status.value} must not be trained on")
         self._check_mask()
@@ -114,6 +118,8 @@ class Sample:
             return
         at = 0
         for value, count in self.provenance:
+            if value not in _KNOWN:
+                raise InvariantError(f"Sample.provenance holds {value!r}; it must be one of {sorted(_KNOWN)}")
             never = value in _NEVER or (value == Provenance.DEMONSTRATION and not self.allow_demonstration)
             if never and any(self.loss_mask[at : at + count]):
                 raise InvariantError(f"Sample has mask 1 on a token of provenance {Provenance(value).name}")
@@ -136,7 +142,9 @@ def to_samples(
     return [s for s in made if any(s.loss_mask or ())]
 
 
-def _segment_sample(t: Trajectory, index: int, decode: Callable[[Sequence[int]], str] | None, demonstrations: bool) -> Sample:
+def _segment_sample(
+    t: Trajectory, index: int, decode: Callable[[Sequence[int]], str] | None, demonstrations: bool
+) -> Sample:
     spans = t.segments[index].spans
     first = next((i for i, s in enumerate(spans) if s.provenance is not Provenance.PROMPT), len(spans))
     prompt, response = spans[:first], spans[first:]
@@ -145,7 +153,7 @@ def _segment_sample(t: Trajectory, index: int, decode: Callable[[Sequence[int]],
     return Sample(
         group_index=t.group_index,
         index=t.index,
-        prompt=t.task.prompt if isinstance(t.task.prompt, str) else list(t.task.prompt),
+        prompt=t.task.prompt if isinstance(t.task.prompt, str) else t.task.messages,
         tokens=[*chain.from_iterable(s.ids for s in prompt), *ids],
         response=decode(ids) if decode else "",
         response_length=len(ids),

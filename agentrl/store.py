@@ -6,11 +6,12 @@ skipped.
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +38,7 @@ from agentrl.types import (
 VERSION = 1
 """of the record's layout; readers accept this and older ones"""
 _ROTATE_BYTES = 256 << 20
+_CHUNK = 1 << 18
 
 
 class EpisodeWriter:
@@ -47,13 +49,13 @@ class EpisodeWriter:
         self.folder = folder
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
         files = sorted(folder.glob("*.jsonl.zst"))
-        self._number = len(files) - 1 if files else 0
+        # a file of its own after what is there: a crash may have cut the last frame short, and nothing after that could be read
+        self._number = _number(files[-1]) + bool(files[-1].stat().st_size) if files else 0
         self._file: BinaryIO = self._open()
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
         """Append one episode, whole, and flush. `extra` (step, config fingerprint, …) is kept beside it."""
-        line = orjson.dumps(to_record(trajectory, **extra), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
-        self._file.write(self._compressor.compress(line))
+        self._file.write(self._compressor.compress(_line(to_record(trajectory, **extra))))
         self._file.flush()
         if self._file.tell() > _ROTATE_BYTES:
             self._file.close()
@@ -76,7 +78,7 @@ class EpisodeWriter:
 def truncate(folder: Path, number: int, size: int) -> None:
     """Go back to a position: later files and bytes are removed (resuming from a checkpoint)."""
     for file in sorted(folder.glob("*.jsonl.zst")):
-        at = int(file.name.split(".")[0])
+        at = _number(file)
         if at > number:
             file.unlink()
         elif at == number and file.stat().st_size > size:
@@ -84,19 +86,27 @@ def truncate(folder: Path, number: int, size: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file or folder, in order of writing. A frame that a crash cut short ends its file.
+    """Records of a file or folder, in order of writing. A last frame that a crash cut short is skipped.
 
     Raises:
-        StoreError: no such file, or a record of a newer version.
+        StoreError: no such file, one that is damaged, or a record of a newer version.
     """
     files = sorted(path.glob("*.jsonl.zst")) if path.is_dir() else [path]
     if not path.exists():
         raise StoreError(f"no episodes at {path}")
     for file in files:
         for line in _frames(file):
-            record: dict[str, Any] = orjson.loads(line)
-            if record["version"] > VERSION:
-                raise StoreError(f"{file}: written by a newer agentrl (record version {record['version']}, this one reads up to {VERSION})")
+            try:
+                record: dict[str, Any] = json.loads(
+                    line
+                )  # not orjson: it rounds large integers and refuses lone surrogates
+                version = int(record["version"])
+            except (ValueError, KeyError, TypeError) as e:
+                raise StoreError(f"{file}: holds something that is no episode: {type(e).__name__}: {e}") from e
+            if version > VERSION:
+                raise StoreError(
+                    f"{file}: written by a newer agentrl (record version {version}, this one reads up to {VERSION})"
+                )
             yield record
 
 
@@ -106,23 +116,48 @@ def read_episodes(path: Path) -> Iterator[Trajectory]:
 
 
 def _frames(file: Path) -> Iterator[bytes]:
-    """Whole frames, in order; stops before one that was cut short."""
-    data = file.read_bytes()
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            line = frame.decompress(data)
-        except zstandard.ZstdError:
-            return
-        if not frame.eof:
-            return
-        yield line
-        data = frame.unused_data
+    """Whole frames, in order; stops before one that was cut short. Read in chunks, so that a large file costs no memory."""
+    with file.open("rb") as f:
+        rest = b""
+        while True:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            parts: list[bytes] = []
+            while not frame.eof:
+                chunk = rest or f.read(_CHUNK)
+                if not chunk:
+                    return
+                rest = b""
+                try:
+                    parts.append(frame.decompress(chunk))
+                except zstandard.ZstdError as e:
+                    raise StoreError(f"{file}: damaged before byte {f.tell()}: {e}") from e
+            rest = frame.unused_data
+            yield b"".join(parts)
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """One line of JSON. What JSON has no word for (in a user's info or state) is written as its repr."""
+    try:
+        return orjson.dumps(
+            record, _foreign, orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        )
+    except TypeError:  # integers over 64 bits, lone surrogates, deep nesting: a policy can write them all
+        return json.dumps(record, default=_foreign).encode() + b"\n"
+
+
+def _foreign(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+def _number(file: Path) -> int:
+    return int(file.name.split(".")[0])
 
 
 def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
     """A trajectory as JSON values."""
-    record = {
+    return {
         "version": VERSION,
         **extra,
         "episode_id": t.episode_id,
@@ -132,7 +167,7 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
         "task": {"id": t.task.id, "prompt": t.task.prompt, "label": t.task.label, "metadata": dict(t.task.metadata)},
         "env": t.env,
         "segments": [{"agent_id": s.agent_id, "spans": [_span(x) for x in s.spans]} for s in t.segments],
-        "turns": [asdict(turn) for turn in t.turns],
+        "turns": [_turn(turn) for turn in t.turns],
         "stop_reason": t.stop_reason.value,
         "status": t.status.value,
         "cause": t.cause,
@@ -144,7 +179,21 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
         "demonstration": t.demonstration,
         "timings": dict(t.timings),
     }
-    return record
+
+
+def _turn(t: Turn) -> dict[str, Any]:
+    """Not `asdict`, which copies what users put into `info` and cannot copy everything."""
+    action = _fields(t.action) | {
+        "calls": [_fields(c) for c in t.action.calls],
+        "errors": [_fields(e) for e in t.action.errors],
+        "results": [_fields(r) for r in t.action.results],
+        "finish_reason": t.action.finish_reason.value,
+    }
+    return _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
+
+
+def _fields(obj: Any) -> dict[str, Any]:
+    return {f.name: getattr(obj, f.name) for f in fields(obj)}
 
 
 def _span(s: Span) -> dict[str, Any]:
@@ -167,7 +216,12 @@ def from_record(r: Mapping[str, Any]) -> Trajectory:
             group_index=r["group_index"],
             index=r["index"],
             attempt=r["attempt"],
-            task=Task(r["task"]["id"], prompt if isinstance(prompt, str) else tuple(prompt), r["task"]["label"], r["task"]["metadata"]),
+            task=Task(
+                r["task"]["id"],
+                prompt if isinstance(prompt, str) else tuple(prompt),
+                r["task"]["label"],
+                r["task"]["metadata"],
+            ),
             env=r["env"],
             segments=tuple(Segment(tuple(_read_span(s) for s in g["spans"]), g["agent_id"]) for g in r["segments"]),
             turns=tuple(_read_turn(t) for t in r["turns"]),
@@ -181,7 +235,9 @@ def from_record(r: Mapping[str, Any]) -> Trajectory:
             timings=r["timings"],
         )
     except (KeyError, TypeError, ValueError) as e:
-        raise StoreError(f"episode {r.get('episode_id', '?')}: the record cannot be read: {type(e).__name__}: {e}") from e
+        raise StoreError(
+            f"episode {r.get('episode_id', '?')}: the record cannot be read: {type(e).__name__}: {e}"
+        ) from e
 
 
 def _read_span(s: Mapping[str, Any]) -> Span:
@@ -214,6 +270,8 @@ def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
     bad = 0
     for t in trajectories:
         ids = [s.ids for s in t.segments]
-        bad += sum(zlib.crc32(array("i", ids[turn.segment][: turn.context_length]).tobytes()) != turn.context_crc for turn in t.turns)
+        bad += sum(
+            zlib.crc32(array("i", ids[turn.segment][: turn.context_length]).tobytes()) != turn.context_crc
+            for turn in t.turns
+        )
     return bad
-

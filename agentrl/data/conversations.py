@@ -30,13 +30,19 @@ def read_conversations(path: Path, renderer: Renderer, max_tokens: int) -> Itera
                 roles = [m["role"] for m in messages]
                 contents = [m["content"] for m in messages]
             except (orjson.JSONDecodeError, KeyError, TypeError) as e:
-                raise DataError(f'{path}, line {line}: expected {{"messages": [{{"role", "content"}}, …]}}: {type(e).__name__}: {e}') from e
+                raise DataError(
+                    f'{path}, line {line}: expected {{"messages": [{{"role", "content"}}, …]}}: {type(e).__name__}: {e}'
+                ) from e
             if "assistant" not in roles or roles[0] == "assistant" or not all(isinstance(c, str) for c in contents):
-                raise DataError(f"{path}, line {line}: a conversation needs text, something before the assistant speaks, and an assistant turn")
+                raise DataError(
+                    f"{path}, line {line}: a conversation needs text, something before the assistant speaks, and an assistant turn"
+                )
             yield to_trajectory(line - 1, messages, row.get("tools") or [], renderer, max_tokens)
 
 
-def to_trajectory(index: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: Renderer, max_tokens: int) -> Trajectory:
+def to_trajectory(
+    index: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: Renderer, max_tokens: int
+) -> Trajectory:
     """One conversation. Turns are joined by the renderer's deltas, as in a rollout, so training sees what sampling would have seen."""
     recorder = Recorder()
     turns: list[Turn] = []

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from agentrl.errors import DataError, UsageError, suggest
-from agentrl.types import Task
+from agentrl.errors import ContractError, DataError, UsageError, suggest
+from agentrl.types import Observation, Task
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<a>\d*):(?P<b>\d*)\]$")
 
 
 def load_tasks(spec: str, *, input_key: str, label_key: str, check: Callable[[Task], None] | None = None) -> list[Task]:
-    """Read all tasks of `path` or `path@[a:b]`; `check` may refuse one (its message gets file and line).
+    """Read all tasks of `path` or `path@[a:b]` (rows a to b - 1, blank lines not counted); `check` may refuse one (its message gets file and line).
 
     Raises:
         DataError: a missing file, a malformed row (with its line number), a missing column, a refused task.
@@ -24,14 +25,10 @@ def load_tasks(spec: str, *, input_key: str, label_key: str, check: Callable[[Ta
     match = _SLICE.match(spec)
     path = Path(match["path"] if match else spec)
     start, stop = (int(match["a"] or 0), int(match["b"]) if match["b"] else None) if match else (0, None)
-    if not path.exists():
+    if not path.is_file():
         raise DataError(f"no data file {path}")
     tasks = []
-    for line, row in _rows(path):
-        if stop is not None and line > stop:
-            break
-        if line <= start:
-            continue
+    for line, row in islice(_rows(path), start, stop):
         task = _task(path, line, row, input_key, label_key)
         if check is not None:
             try:
@@ -50,7 +47,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             import pyarrow.parquet as pq
         except ImportError as e:
             raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from e
-        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        try:
+            yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        except (ValueError, OSError) as e:  # pyarrow's errors are both
+            raise DataError(f"{path}: not Parquet: {e}") from e
         return
     with path.open("rb") as f:
         for line, raw in enumerate(f, 1):
@@ -68,12 +68,19 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _task(path: Path, line: int, row: Mapping[str, Any], input_key: str, label_key: str) -> Task:
     for key in (input_key, label_key):
         if key not in row:
-            raise DataError(f"{path}, line {line}: no column {key!r}{suggest(key, row)}; set --input-key and --label-key")
+            raise DataError(
+                f"{path}, line {line}: no column {key!r}{suggest(key, row)}; set --input-key and --label-key"
+            )
     prompt = row[input_key]
-    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt) and prompt:
-        prompt = tuple(prompt)
-    elif not isinstance(prompt, str):
-        raise DataError(f"{path}, line {line}: {input_key!r} must be a string or a list of messages, found {type(prompt).__name__}")
+    if not isinstance(prompt, str):
+        try:
+            prompt = Observation.of(prompt).messages if isinstance(prompt, list) else ()
+        except ContractError:
+            prompt = ()
+        if not prompt:
+            found = f"found {type(row[input_key]).__name__}: {row[input_key]!r:.60}"
+            raise DataError(f"{path}, line {line}: {input_key!r} must be a string or a list of messages, {found}")
     rest = {k: v for k, v in row.items() if k not in (input_key, label_key, "id")}
-    metadata = rest.pop("metadata", None)
-    return Task(str(row.get("id", line - 1)), prompt, row[label_key], {**rest, **(metadata if isinstance(metadata, dict) else {})})
+    if isinstance(rest.get("metadata"), dict):
+        rest |= rest.pop("metadata")
+    return Task(str(row.get("id", line - 1)), prompt, row[label_key], rest)

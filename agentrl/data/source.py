@@ -15,7 +15,8 @@ class DataSource:
     """Epoch after epoch over the tasks, shuffled anew each time. Names follow slime's (`get_samples`)."""
 
     def __init__(self, tasks: Sequence[Task], *, n_samples_per_prompt: int, seed: int, shuffle: bool = True) -> None:
-        """
+        """Begin at the first epoch.
+
         Raises:
             DataError: no tasks.
         """
@@ -49,7 +50,13 @@ class DataSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands."""
-        return {"epoch": self.epoch, "position": self.position, "next_group": self.next_group, "next_episode": self.next_episode, "tasks": len(self.tasks)}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "next_group": self.next_group,
+            "next_episode": self.next_episode,
+            "tasks": len(self.tasks),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there.
@@ -58,7 +65,9 @@ class DataSource:
             DataError: the data has another number of tasks than when the state was saved.
         """
         if state["tasks"] != len(self.tasks):
-            raise DataError(f"the checkpoint was made with {state['tasks']} tasks, the data now has {len(self.tasks)}; resume with the same data")
+            raise DataError(
+                f"the checkpoint was made with {state['tasks']} tasks, the data now has {len(self.tasks)}; resume with the same data"
+            )
         self.epoch, self.position = state["epoch"], state["position"]
         self.next_group, self.next_episode = state["next_group"], state["next_episode"]
         self._order = self._shuffled()

@@ -21,13 +21,15 @@ def make_rows(samples: Sequence[Sample], advantages: Mapping[str, float], normal
     A sequence is the episode: all its segments' mask-1 tokens. A fully masked sample carries no weight and is in no denominator.
 
     Raises:
-        InvariantError: a sample that contradicts itself, or an episode split between optimizer steps.
+        InvariantError: a sample that contradicts itself, or the same segment twice.
     """
     if normalisation not in NORMALISATIONS:
         raise InvariantError(f"normalisation must be one of {NORMALISATIONS}, found {normalisation!r}")
     used = [s for s in samples if s.episode_id in advantages and s.trained_tokens]
     for s in used:
         s.check()
+    if len({(s.episode_id, s.segment_index) for s in used}) != len(used):
+        raise InvariantError("a segment of an episode occurs twice; each is trained on once")
     tokens: dict[str, int] = {}
     for s in used:
         tokens[s.episode_id] = tokens.get(s.episode_id, 0) + s.trained_tokens
@@ -55,7 +57,7 @@ def _row(s: Sample, advantage: float, weight: float) -> Row:
 def split_steps(samples: Sequence[Sample], steps: int) -> list[list[Sample]]:
     """Samples into optimizer steps: whole episodes, in order of their ordinal, evenly."""
     episodes: dict[str, list[Sample]] = {}
-    for s in samples:
+    for s in sorted(samples, key=lambda s: -1 if s.index is None else s.index):
         episodes.setdefault(s.episode_id, []).append(s)
     parts = np.array_split(np.arange(len(episodes)), max(1, min(steps, len(episodes))))
     members = list(episodes.values())
