@@ -1,11 +1,23 @@
-"""What holds for all tests: quick ones first, those this machine cannot run skipped with a reason, one hypothesis profile."""
+"""What holds for all tests: quick ones first, those this machine cannot run skipped with a reason, one hypothesis profile.
+
+And a small byte-level BPE tokenizer with a ChatML template, with renderers over it. No torch.
+"""
 
 import importlib.util
+import json
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, settings
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from agentrl.render import Renderer, Tokenizer, make_renderer
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `doubles`
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
@@ -24,3 +36,56 @@ def pytest_collection_modifyitems(items):
             if not there and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: max((i for i, m in enumerate(LATE, 1) if item.get_closest_marker(m)), default=0))
+
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""control tokens"""
+TAGS = tuple(f"<{end}{t}>" for t in ("search", "answer", "information", "think", "tool_call") for end in ("", "/"))
+"""added tokens that are not special, as Qwen's are"""
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CORPUS = (
+    "What is the capital of France? The capital of France is Paris.",
+    "user assistant system tool question answer search information error result",
+    "Überraschung, 東京は日本の首都です。 🙂 naïve café",
+    '{"name": "search", "arguments": {"query": "the capital"}}',
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder that holds a tokenizer and nothing else."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(_CORPUS * 4, trainer)
+    backend.add_special_tokens(list(SPECIAL))
+    backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in TAGS])
+    folder = tmp_path_factory.mktemp("tiny")
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def hermes(tokenizer: Tokenizer) -> Renderer:
+    """Calls as JSON, observations in turns of their own."""
+    return make_renderer(tokenizer, "hermes")
+
+
+@pytest.fixture(scope="session")
+def tags(tokenizer: Tokenizer) -> Renderer:
+    """Search-R1's tags, observations inline."""
+    return make_renderer(tokenizer, "search_r1")
