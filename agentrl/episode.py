@@ -149,6 +149,7 @@ class Episode:
         self.prompt_length = 0
         self.invalid = 0
         self.env: Env | None = None
+        self.making: asyncio.Future[Env] | None = None
         self.tools: dict[str, ToolSpec] = {}
         self.state: Mapping[str, Any] = {}
         self.demonstration = False
@@ -192,8 +193,10 @@ class Episode:
     async def reset(self) -> None:
         """Make the environment, begin the task, render the first prompt."""
         runner = self.runner
+        made = runner.env_pool.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
+        self.making = asyncio.ensure_future(made)
         with boundary(EnvFailure, "env constructor"):
-            self.env = await runner.env_pool.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
+            self.env = await asyncio.shield(self.making)
         self.tools = {t.name: t for t in self.env.tool_specs()}
         with boundary(EnvFailure, "tool setup"):
             for tool in self.env.tool_instances:
@@ -348,6 +351,9 @@ class Episode:
 
         What fails here stops nothing that follows: the episode was over, the cause is counted.
         """
+        if self.env is None and self.making is not None:  # cut off in the constructor: what it makes is closed too
+            await asyncio.wait({self.making})
+            self.env = None if self.making.cancelled() or self.making.exception() else self.making.result()
         if self.env is not None:
             if type(self.env).state is not Env.state:
                 self.state = dict(await self.finish(EnvFailure, "env state", self.env.state) or {})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import InvariantError
 from agentrl.samples import Sample, to_samples
-from agentrl.types import Provenance, Segment, Status, StopReason, Turn, Action
+from agentrl.types import Action, Provenance, Segment, Status, StopReason, Task, Turn
 
 NOT_SAMPLED = (OBSERVATION, Provenance.TEMPLATE, Provenance.FORCED)
 
@@ -79,8 +79,6 @@ def test_demonstrations_are_trained_only_where_asked_for(demonstrations):
 
 
 def test_the_prompt_of_a_sample_is_not_the_tasks_own_object():
-    from agentrl.types import Task
-
     message = {"role": "user", "content": "a"}
     t = trajectory()
     object.__setattr__(t, "task", Task("x", (message,)))
