@@ -1,0 +1,221 @@
+"""One record: what is kept of an episode, and of an optimizer step, as one line of versioned JSON. No files here.
+
+Version 1 held episodes only. Version 2 says `kind` ('episode' or 'step') and keeps, of every optimizer step, what the trainer was fed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import orjson
+
+from agentrl.errors import StoreError
+from agentrl.types import (
+    Action,
+    FinishReason,
+    Observation,
+    ParseError,
+    Provenance,
+    Segment,
+    Span,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+VERSION = 2
+"""of the record's layout; readers accept this and older ones"""
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_OWN = (
+    *(
+        "version",
+        "kind",
+        "episode_id",
+        "group_index",
+        "index",
+        "attempt",
+        "task",
+        "env",
+        "segments",
+        "turns",
+        "stop_reason",
+    ),
+    *("status", "cause", "state", "rewards", "weights", "score", "seed", "demonstration", "timings"),
+)
+
+
+def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
+    """A trajectory as JSON values; `extra` (step, split, config fingerprint, …) is kept beside it."""
+    return {
+        "version": VERSION,
+        "kind": "episode",
+        **extra,
+        "episode_id": t.episode_id,
+        "group_index": t.group_index,
+        "index": t.index,
+        "attempt": t.attempt,
+        "task": {"id": t.task.id, "prompt": t.task.prompt, "label": t.task.label, "metadata": dict(t.task.metadata)},
+        "env": t.env,
+        "segments": [{"agent_id": s.agent_id, "spans": [_span(x) for x in s.spans]} for s in t.segments],
+        "turns": [_turn(turn) for turn in t.turns],
+        "stop_reason": t.stop_reason.value,
+        "status": t.status.value,
+        "cause": t.cause,
+        "state": dict(t.state),
+        "rewards": dict(t.rewards),
+        "weights": dict(t.weights),
+        "score": t.score,
+        "seed": t.seed,
+        "demonstration": t.demonstration,
+        "timings": dict(t.timings),
+    }
+
+
+def step_record(**values: Any) -> dict[str, Any]:
+    """What the trainer was fed in one optimizer step, as JSON values."""
+    return {"version": VERSION, "kind": "step", **values}
+
+
+def extras(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What was kept beside the trajectory."""
+    return {k: v for k, v in record.items() if k not in _OWN}
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """One line of JSON. What JSON has no word for (in a user's info or state) is written as its repr."""
+    try:
+        return orjson.dumps(record, _foreign, _OPTIONS)
+    except TypeError:  # integers over 64 bits, lone surrogates, deep nesting: a policy can write them all
+        return json.dumps(record, default=_foreign).encode() + b"\n"
+
+
+def decode(line: bytes, where: object) -> dict[str, Any]:
+    """The record in a line.
+
+    Raises:
+        StoreError: no record, or one of a newer version.
+    """
+    try:
+        record: dict[str, Any] = json.loads(line)  # not orjson: it rounds large integers and refuses lone surrogates
+        version = int(record["version"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise StoreError(f"{where}: holds something that is no episode: {type(e).__name__}: {e}") from e
+    if version > VERSION:
+        raise StoreError(
+            f"{where}: written by a newer agentrl (record version {version}, this one reads up to {VERSION})"
+        )
+    return record
+
+
+def is_episode(record: Mapping[str, Any]) -> bool:
+    """An episode, and no optimizer step."""
+    return bool(record.get("kind", "episode") == "episode")
+
+
+def from_record(r: Mapping[str, Any]) -> Trajectory:
+    """The trajectory of a record.
+
+    Raises:
+        StoreError: fields are missing or of the wrong type.
+    """
+    try:
+        task, prompt = r["task"], r["task"]["prompt"]
+        return Trajectory(
+            episode_id=r["episode_id"],
+            group_index=r["group_index"],
+            index=r["index"],
+            attempt=r["attempt"],
+            task=Task(
+                task["id"],
+                prompt if isinstance(prompt, str) else tuple(prompt),
+                task["label"],
+                task["metadata"],
+            ),
+            env=r["env"],
+            segments=tuple(Segment(tuple(map(_read_span, g["spans"])), g["agent_id"]) for g in r["segments"]),
+            turns=tuple(_read_turn(t) for t in r["turns"]),
+            stop_reason=StopReason(r["stop_reason"]),
+            cause=r["cause"],
+            state=r["state"],
+            rewards=r["rewards"],
+            weights=r["weights"],
+            seed=r["seed"],
+            demonstration=r["demonstration"],
+            timings=r["timings"],
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        name = r.get("episode_id", "?")
+        raise StoreError(f"episode {name}: the record cannot be read: {type(e).__name__}: {e}") from e
+
+
+def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
+    """Recompute the checksum of every turn's context from the recorded tokens; count those that are not what the engine was sent."""
+    bad = 0
+    for t in trajectories:
+        ids = [s.ids for s in t.segments]
+        bad += sum(
+            zlib.crc32(array("i", ids[turn.segment][: turn.context_length]).tobytes()) != turn.context_crc
+            for turn in t.turns
+        )
+    return bad
+
+
+def _foreign(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+def _turn(t: Turn) -> dict[str, Any]:
+    """Not `asdict`, which copies what users put into `info` and cannot copy everything."""
+    action = _fields(t.action) | {
+        "calls": [_fields(c) for c in t.action.calls],
+        "errors": [_fields(e) for e in t.action.errors],
+        "results": [_fields(r) for r in t.action.results],
+        "finish_reason": t.action.finish_reason.value,
+    }
+    return _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
+
+
+def _fields(obj: Any) -> dict[str, Any]:
+    return {f.name: getattr(obj, f.name) for f in fields(obj)}
+
+
+def _span(s: Span) -> dict[str, Any]:
+    out: dict[str, Any] = {"provenance": s.provenance.name, "turn": s.turn, "ids": s.ids}
+    if s.log_probs is not None:
+        out |= {"log_probs": s.log_probs, "policy_version": s.policy_version, "temperature": s.temperature}
+    return out
+
+
+def _read_span(s: Mapping[str, Any]) -> Span:
+    log_probs = s.get("log_probs")
+    return Span(
+        Provenance[s["provenance"]],
+        tuple(s["ids"]),
+        s["turn"],
+        None if log_probs is None else tuple(log_probs),
+        s.get("policy_version"),
+        s.get("temperature", 1.0),
+    )
+
+
+def _read_turn(t: Mapping[str, Any]) -> Turn:
+    a = t["action"]
+    action = Action(
+        a["text"],
+        tuple(ToolCall(**c) for c in a["calls"]),
+        tuple(ParseError(**e) for e in a["errors"]),
+        FinishReason(a["finish_reason"]),
+        a["answer"],
+        tuple(ToolResult(**x) for x in a["results"]),
+    )
+    return Turn(**{**t, "action": action, "observation": Observation(tuple(t["observation"]["messages"]))})
