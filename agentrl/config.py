@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,8 +103,11 @@ class RolloutSettings:
     num_steps_per_rollout: int = 1
     """optimizer steps per rollout"""
     rollout_temperature: float = 1.0
+    """of sampling; recorded with each turn"""
     rollout_top_p: float = 1.0
+    """of sampling; 1: off"""
     rollout_top_k: int = -1
+    """of sampling; -1: off"""
     allow_truncated_sampling: bool = False
     """train with top-p or top-k although the trainer's distribution then differs from the engine's"""
     rollout_max_response_len: int = 1024
@@ -115,6 +119,7 @@ class RolloutSettings:
     concurrency: int = 128
     """episodes at once"""
     episode_timeout_s: float = 600.0
+    """seconds for one episode; one that takes longer is masked"""
     max_retries: int = 2
     """further attempts of an episode whose infrastructure failed"""
     min_group_size: int = 2
@@ -140,7 +145,9 @@ class TrainSettings:
     """Losses and optimizer. Everything of Megatron's own is in [megatron]."""
 
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """see agentrl/advantage.py for formulas and sources"""
     eps_clip: float = 0.2
+    """of the probability ratio, both ways"""
     eps_clip_high: float | None = None
     """None: as eps_clip"""
     eps_clip_c: float | None = None
@@ -148,14 +155,19 @@ class TrainSettings:
     use_kl_loss: bool = False
     """keep a frozen reference and add the KL loss"""
     kl_loss_coef: float = 0.0
+    """weight of the KL loss; needs use_kl_loss"""
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of the KL divergence (Schulman 2020)"""
     entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
     calculate_per_token_loss: bool = False
     """mean over all tokens, instead of each episode's mean and then the mean over episodes"""
     use_tis: bool = False
     """truncated importance sampling, exp(old - rollout)"""
     tis_threshold: float = 2.0
+    """upper bound of the importance weight"""
     lr: float = 1e-6
+    """learning rate after warm-up"""
     lr_warmup_rollouts: int = 0
     """linear warm-up"""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -175,7 +187,9 @@ class EvalSettings:
     eval_prompt_data: tuple[str, ...] = ()
     """NAME PATH pairs; empty: the environment's split 'test'"""
     n_samples_per_eval_prompt: int = 1
+    """episodes per question"""
     eval_temperature: float = 0.0
+    """0: greedy"""
     eval_limit: int | None = 200
     """questions per set"""
 
@@ -322,13 +336,16 @@ def _section(cls: type, values: Layer) -> Any:
     optional = {f.name for f in fields(cls) if "None" in str(f.type)}
     values = {k: None if v == "none" and k in optional else v for k, v in values.items()}
     try:
-        return TypeAdapter(cls).validate_python(values)
+        return _adapter(cls).validate_python(values)
     except ValidationError as e:
         first = e.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else cls.__name__
         raise ConfigError(
             f"--{name.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, found {first['input']!r}"
         ) from e
+
+
+_adapter = lru_cache(TypeAdapter)
 
 
 def check(config: Config) -> None:

@@ -86,9 +86,12 @@ def _resolve(item: Any) -> Reward:
         spec, _, weight = item.partition("=")
         made = _resolve(REWARDS.resolve(spec))
         try:
-            return replace(made, weight=float(weight)) if weight else made
-        except ValueError as e:
-            raise ConfigError(f"--reward {item}: the weight after '=' must be a number, found {weight!r}") from e
+            number = float(weight or made.weight)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(f"--reward {item}: the weight after '=' must be a number, found {weight!r}")
+        return replace(made, weight=number)
     if callable(item):
         return Reward(item, getattr(item, "__name__", "reward"))
     raise ContractError(f"a reward must be a function, found {type(item).__name__}")

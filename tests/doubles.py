@@ -74,7 +74,9 @@ class FakeEngine:
         self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(0)
-            reply = self.script(request) if callable(self.script) else self.script[min(request.turn, len(self.script) - 1)]
+            reply = (
+                self.script(request) if callable(self.script) else self.script[min(request.turn, len(self.script) - 1)]
+            )
             return self.answer(request, await reply if inspect.isawaitable(reply) else reply)
         finally:
             self.running -= 1

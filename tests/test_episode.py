@@ -1,6 +1,7 @@
 """One episode through runner, renderer, tools, environment and rewards: how it ends, what is recorded, what is closed."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -70,8 +71,10 @@ def text(t, tokenizer):
 async def test_new_turns_are_appended_to_exactly_what_was_sampled(hermes):
     t = await play(Echo, ["one", "two"], hermes, env_args={"ends": 2})
     assert text(t, hermes.tokenizer) == [
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
-        "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+        (
+            "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+            "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+        )
     ]
     (sample,) = to_samples(t, decode=hermes.tokenizer.decode)
     trained = [tok for tok, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
@@ -126,7 +129,11 @@ async def test_case_10_an_end_token_that_was_not_sampled_is_never_trained(hermes
 async def test_case_12_end_tokens_inside_an_episode_stay_although_they_are_the_pad_token(hermes):
     t = await play(Echo, ["a"], hermes, env_args={"ends": 3})
     (sample,) = to_samples(t)
-    ends = [m for tok, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if tok == hermes.end_id]
+    ends = [
+        m
+        for tok, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True)
+        if tok == hermes.end_id
+    ]
     assert ends == [1, 0, 1, 0, 1]  # the policy's are trained, those of the observations are not
 
 
@@ -182,7 +189,14 @@ async def test_case_13_a_call_inside_thinking_is_not_made(hermes):
 
 @pytest.mark.parametrize(
     "body",
-    ['{"name": "add", "arguments": {"a": ', '{"name": "add"', "{" * 400, '{"name": "add", "arguments": {"a": "x\ny"}}', "\x00", "]"],
+    [
+        '{"name": "add", "arguments": {"a": ',
+        '{"name": "add"',
+        "{" * 400,
+        '{"name": "add", "arguments": {"a": "x\ny"}}',
+        "\x00",
+        "]",
+    ],
 )
 async def test_case_14_malformed_calls_are_told_and_the_episode_goes_on(hermes, body):
     t = await played(f"<tool_call>{body}</tool_call>", hermes)
@@ -191,7 +205,9 @@ async def test_case_14_malformed_calls_are_told_and_the_episode_goes_on(hermes, 
     assert "error" in str(t.turns[0].observation.messages)
 
 
-@pytest.mark.parametrize("body", ["[]", "5", "null", '{"name": "add"}', '"x"', '{"name": "add", "arguments": [1]}', '{"arguments": {}}'])
+@pytest.mark.parametrize(
+    "body", ["[]", "5", "null", '{"name": "add"}', '"x"', '{"name": "add", "arguments": [1]}', '{"arguments": {}}']
+)
 async def test_case_15_json_of_the_wrong_type_is_told(hermes, body):
     t = await played(f"<tool_call>{body}</tool_call>", hermes)
     assert (t.stop_reason, Calculator.calls) == (StopReason.TERMINATED, 0)
@@ -332,9 +348,16 @@ async def test_case_19_an_observation_that_does_not_fit_is_cut_and_no_request_is
     engine = FakeEngine(hermes, ["one " * 20])
     first = await play(Echo, engine, hermes, env_args={"ends": 1})
     length = len(first.segments[0])
-    for room in range(0, 30):
+    for room in range(30):
         engine = FakeEngine(hermes, ["one " * 20])
-        t = await play(Echo, engine, hermes, env_args={"observation": "word " * 40}, context_length=length + room, max_response_tokens=10_000)
+        t = await play(
+            Echo,
+            engine,
+            hermes,
+            env_args={"observation": "word " * 40},
+            context_length=length + room,
+            max_response_tokens=10_000,
+        )
         for r in engine.requests:
             assert r.sampling.max_new_tokens >= 1
             assert len(r.ids) + r.sampling.max_new_tokens <= length + room
@@ -456,7 +479,9 @@ async def test_every_row_of_the_table_of_stop_reasons(hermes, row):
 
 
 @pytest.mark.parametrize("policy", ["train", "mask", "drop"])
-@pytest.mark.parametrize("reason", [StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.ENV_TRUNCATED])
+@pytest.mark.parametrize(
+    "reason", [StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.ENV_TRUNCATED]
+)
 def test_truncated_episodes_are_trained_masked_or_dropped(policy, reason):
     t = trajectory(reason=reason)
     assert (is_trained(t, policy), in_baseline(t, policy)) == (policy == "train", policy != "drop")
@@ -494,7 +519,15 @@ async def test_order_invalid_actions_before_turns(hermes):
 
 
 async def test_order_turns_before_tokens(hermes):
-    t = await play(Echo, ["x"], hermes, env_args={"observation": "y" * 9999}, max_turns=1, context_length=200, max_response_tokens=100)
+    t = await play(
+        Echo,
+        ["x"],
+        hermes,
+        env_args={"observation": "y" * 9999},
+        max_turns=1,
+        context_length=200,
+        max_response_tokens=100,
+    )
     assert t.stop_reason is StopReason.MAX_TURNS
 
 
@@ -594,7 +627,13 @@ async def test_case_22_a_bad_reward_fails_the_episode_and_is_no_zero(hermes, kin
 
 
 async def test_case_22_a_reward_of_none_abstains(hermes):
-    t = await play(Echo, ["x"], hermes, env_args={"ends": 1}, rewards=[Reward(lambda t: None, "quiet"), Reward(lambda t: 2, "two", 0.5)])
+    t = await play(
+        Echo,
+        ["x"],
+        hermes,
+        env_args={"ends": 1},
+        rewards=[Reward(lambda t: None, "quiet"), Reward(lambda t: 2, "two", 0.5)],
+    )
     assert (t.rewards, t.stop_reason) == ({"quiet": None, "two": 2.0}, StopReason.TERMINATED)
     assert t.score == 0.25 + 1.0
 
@@ -610,7 +649,7 @@ async def test_case_22_a_blocking_reward_does_not_block_the_event_loop(hermes):
     ticking = asyncio.create_task(clock())
     await play(Echo, ["x"], hermes, env_args={"ends": 1}, rewards=[Reward(lambda t: time.sleep(0.3), "slow")])
     ticking.cancel()
-    assert max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) < 0.2
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.2
     assert len(ticks) > 10
 
 
@@ -709,7 +748,7 @@ async def test_case_27_close_after_a_cancel(hermes, env, when):
     runner = make_runner(env, script, hermes, env_args={"slow": 0.3 if when == "reset" else 0.0})
     task = asyncio.create_task(runner.run(EpisodeSpec(PARIS, 0, 0)))
     if when == "reset":
-        while not Echo.made:
+        while not Echo.made:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
     else:
@@ -817,7 +856,7 @@ async def test_case_27_close_after_a_cut_in_the_constructor(hermes, how):
     runner = make_runner(SlowToMake, ["x"], hermes, episode_timeout_s=0.1)
     task = asyncio.create_task(runner.run(EpisodeSpec(PARIS, 0, 0)))
     if how == "cancel":
-        while not begun.is_set():
+        while not begun.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -14,7 +14,9 @@ IDS = st.lists(st.integers(0, 50), min_size=1, max_size=5)
 
 
 def generation(ids, version=1, **more):
-    return Generation(tuple(ids), tuple(log_prob(t, i) for i, t in enumerate(ids)), FinishReason.STOP, policy_version=version, **more)
+    return Generation(
+        tuple(ids), tuple(log_prob(t, i) for i, t in enumerate(ids)), FinishReason.STOP, policy_version=version, **more
+    )
 
 
 @given(IDS, st.lists(st.tuples(IDS, IDS), max_size=5))

@@ -157,6 +157,7 @@ async def test_a_broken_contract_stops_the_run_after_every_other_episode_was_clo
             if action.text == "bad":
                 return "no StepResult"
             await asyncio.sleep(30)
+            return None
 
     with pytest.raises(ContractError, match="must return a StepResult"):
         await asyncio.wait_for(
@@ -172,7 +173,7 @@ async def test_a_cancel_closes_everything(hermes):
         await asyncio.sleep(30)
 
     task = asyncio.create_task(rollout(hermes, script).run(groups_of(2, 4)))
-    while len(Talk.made) < 8:
+    while len(Talk.made) < 8:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -202,7 +203,13 @@ async def test_a_group_reward_may_abstain_for_some(hermes):
 
 @pytest.mark.parametrize(
     "fn",
-    [lambda ts: 1 / 0, lambda ts: [1.0], lambda ts: None, lambda ts: ["a"] * len(ts), lambda ts: [float("nan")] * len(ts)],
+    [
+        lambda ts: 1 / 0,
+        lambda ts: [1.0],
+        lambda ts: None,
+        lambda ts: ["a"] * len(ts),
+        lambda ts: [float("nan")] * len(ts),
+    ],
     ids=["raises", "too few", "None", "strings", "NaN"],
 )
 async def test_case_22_a_bad_group_reward_drops_the_group_and_counts_each_attempt_once(hermes, fn):
@@ -226,7 +233,9 @@ async def test_a_group_reward_is_tried_again(hermes):
             raise ConnectionError
         return [1.0] * len(ts)
 
-    groups, table = await rollout(hermes, ["x"], rewards=[Reward(flaky, "flaky", group=True)], max_retries=2).run(groups_of(1, 2))
+    groups, table = await rollout(hermes, ["x"], rewards=[Reward(flaky, "flaky", group=True)], max_retries=2).run(
+        groups_of(1, 2)
+    )
     assert len(groups) == 1
     assert table.by_reason() == {"terminated": 2}
 
@@ -275,7 +284,8 @@ def chatter(hermes):
 
 def without_timings(groups):
     return [
-        [replace(t, timings={}, turns=tuple(replace(x, timings={}) for x in t.turns)) for t in g.trajectories] for g in groups
+        [replace(t, timings={}, turns=tuple(replace(x, timings={}) for x in t.turns)) for t in g.trajectories]
+        for g in groups
     ]
 
 
@@ -283,13 +293,17 @@ def without_timings(groups):
 async def test_the_same_rollout_at_any_concurrency_gives_the_same_trajectories(hermes, temperature):
     found = []
     for concurrency in (1, 1, 7, 64):
-        groups, table = await rollout(hermes, chatter(hermes), concurrency=concurrency, temperature=temperature, seed=11).run(groups_of(8, 8))
+        groups, table = await rollout(
+            hermes, chatter(hermes), concurrency=concurrency, temperature=temperature, seed=11
+        ).run(groups_of(8, 8))
         found.append(without_timings(groups))
         assert table.retried > 0, "retries are among what must not matter"
     assert found[0] == found[1] == found[2] == found[3]
     said = {s.ids for g in found[0] for t in g for s in t.segments[0].spans if s.provenance is SAMPLED}
     assert len(said) > 20, "members of a group differ"
-    other, _ = await rollout(hermes, chatter(hermes), concurrency=7, temperature=temperature, seed=12).run(groups_of(8, 8))
+    other, _ = await rollout(hermes, chatter(hermes), concurrency=7, temperature=temperature, seed=12).run(
+        groups_of(8, 8)
+    )
     assert without_timings(other) != found[0]
 
 

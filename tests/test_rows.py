@@ -34,7 +34,7 @@ def test_weights_sum_to_one_over_the_step_whatever_is_masked(episodes, normalisa
     for s in samples:
         s.remove_sample = data.draw(st.booleans())
     trained = {s.episode_id for s in samples if data.draw(st.booleans())}
-    advantages = {e: 1.0 for e in trained}
+    advantages = dict.fromkeys(trained, 1.0)
     rows = make_rows(samples, advantages, normalisation)
     used = [s for s in samples if s.episode_id in advantages and not s.remove_sample]
     assert len(rows) == len(used)
@@ -130,8 +130,14 @@ def ones(n):
     return np.ones(n, np.float32)
 
 
-@pytest.mark.parametrize("name", ["weights", "advantages", "rollout_log_probs", "temperature", "old_log_probs", "ref_log_probs"])
-@pytest.mark.parametrize("bad", [ones(2), ones((3, 1)), np.array([0, np.nan, 0], np.float32), np.array([0, np.inf, 0], np.float32)], ids=["short", "2d", "nan", "inf"])
+@pytest.mark.parametrize(
+    "name", ["weights", "advantages", "rollout_log_probs", "temperature", "old_log_probs", "ref_log_probs"]
+)
+@pytest.mark.parametrize(
+    "bad",
+    [ones(2), ones((3, 1)), np.array([0, np.nan, 0], np.float32), np.array([0, np.inf, 0], np.float32)],
+    ids=["short", "2d", "nan", "inf"],
+)
 def test_a_row_refuses(name, bad):
     fields = {n: np.zeros(3, np.float32) for n in ("weights", "advantages", "rollout_log_probs", "temperature")}
     with pytest.raises(InvariantError, match=f"Row.{name}"):

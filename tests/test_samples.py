@@ -1,7 +1,7 @@
 """Trajectory -> Samples: the token and mask invariants hold for any spans, and no inconsistent Sample can be made."""
 
 import math
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 from doubles import OBSERVATION, PROMPT, SAMPLED, span, trajectory
@@ -34,7 +34,9 @@ def test_every_per_token_field_follows_from_the_spans(segments):
     t = trajectory(segments)
     samples = {s.segment_index: s for s in to_samples(t)}
     sampled_segments = {i for i, g in enumerate(segments) if any(s.provenance is SAMPLED for s in g)}
-    assert set(samples) == sampled_segments  # a segment with nothing to train on gives no sample, the others keep their index
+    assert (
+        set(samples) == sampled_segments
+    )  # a segment with nothing to train on gives no sample, the others keep their index
     for i, sample in samples.items():
         response = segments[i][1:]
         per_token = [(s, k) for s in response for k in range(len(s.ids))]
@@ -46,7 +48,7 @@ def test_every_per_token_field_follows_from_the_spans(segments):
         assert expand(sample.provenance) == [s.provenance for s, _ in per_token]
         assert expand(sample.turn_of) == [s.turn for s, _ in per_token]
         for runs in (sample.policy_versions, sample.provenance, sample.turn_of):
-            assert all(a[0] != b[0] for a, b in zip(runs, runs[1:], strict=False)), "neighbours of equal value are one run"
+            assert all(a[0] != b[0] for a, b in pairwise(runs)), "neighbours of equal value are one run"
         assert sample.temperature == 0.7
         assert sample.trained_tokens == sum(sample.loss_mask)
 
@@ -59,7 +61,10 @@ def test_what_was_sampled_is_trained_exactly_once_over_all_segments(segments):
 
 def test_all_samples_of_an_episode_carry_its_id_reward_and_turn_rewards():
     turns = [Turn(i, 0, 2, Action("x"), reward=r) for i, r in enumerate((0.25, 0.5))]
-    segments = [[span(PROMPT, (1,), -1), span(SAMPLED, (2,))], [span(PROMPT, (1, 2, 3), -1), span(SAMPLED, (4,), 1, version=2)]]
+    segments = [
+        [span(PROMPT, (1,), -1), span(SAMPLED, (2,))],
+        [span(PROMPT, (1, 2, 3), -1), span(SAMPLED, (4,), 1, version=2)],
+    ]
     first, second = to_samples(trajectory(segments, index=7, score=1.0, turns=turns))
     for s in (first, second):
         assert (s.episode_id, s.index, s.reward, s.turn_rewards, s.label) == ("7-0", 7, 1.75, [0.25, 0.5], "Paris")
@@ -74,7 +79,9 @@ def test_a_failure_gives_no_samples(reason):
 
 @pytest.mark.parametrize("demonstrations", [False, True])
 def test_demonstrations_are_trained_only_where_asked_for(demonstrations):
-    samples = to_samples(trajectory([[span(PROMPT, (1,), -1), span(Provenance.DEMONSTRATION, (2, 3))]]), demonstrations=demonstrations)
+    samples = to_samples(
+        trajectory([[span(PROMPT, (1,), -1), span(Provenance.DEMONSTRATION, (2, 3))]]), demonstrations=demonstrations
+    )
     assert [s.loss_mask for s in samples] == ([[1, 1]] if demonstrations else [])
 
 

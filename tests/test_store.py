@@ -36,7 +36,9 @@ class Search(ToolEnv):
 
     async def step(self, action):
         result = await ToolEnv.step(self, action)
-        return StepResult(result.observation, 0.1, result.terminated, info={"n": [1, 2.5, None, {"a": "東京"}]}, state_key="k")
+        return StepResult(
+            result.observation, 0.1, result.terminated, info={"n": [1, 2.5, None, {"a": "東京"}]}, state_key="k"
+        )
 
     def state(self):
         return {"deep": {"list": [1, "two", None]}}
@@ -69,16 +71,55 @@ async def test_an_episode_is_read_as_it_was_written(tmp_path, episodes):
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_every_stop_reason_and_field_survives(tmp_path, reason):
-    action = Action("x", (ToolCall("a", {"q": [1, {}]}, "c"),), (ParseError("content", "m", "t"),), answer="", results=(ToolResult("c", "a", "…", True, 9, "f" * 64, 0.5),))
-    turn = Turn(0, 0, 2, action, Observation(({"role": "tool", "content": [{"type": "text", "text": "x"}]},)), 0.5, {"i": 1}, "key", 7, 3, 2, 2**63 - 1, {"a": 0.5}, "other")
-    spans = [span(PROMPT, (1, 2), -1), span(SAMPLED, (3,)), span(Provenance.FORCED, (4,)), span(Provenance.DEMONSTRATION, (5,))]
-    t = trajectory([spans, spans], reason=reason, turns=[turn], score=1.5, cause="why", demonstration=True, state={"a": [1]}, timings={"x": 1.0})
+    action = Action(
+        "x",
+        (ToolCall("a", {"q": [1, {}]}, "c"),),
+        (ParseError("content", "m", "t"),),
+        answer="",
+        results=(ToolResult("c", "a", "…", True, 9, "f" * 64, 0.5),),
+    )
+    turn = Turn(
+        0,
+        0,
+        2,
+        action,
+        Observation(({"role": "tool", "content": [{"type": "text", "text": "x"}]},)),
+        0.5,
+        {"i": 1},
+        "key",
+        7,
+        3,
+        2,
+        2**63 - 1,
+        {"a": 0.5},
+        "other",
+    )
+    spans = [
+        span(PROMPT, (1, 2), -1),
+        span(SAMPLED, (3,)),
+        span(Provenance.FORCED, (4,)),
+        span(Provenance.DEMONSTRATION, (5,)),
+    ]
+    t = trajectory(
+        [spans, spans],
+        reason=reason,
+        turns=[turn],
+        score=1.5,
+        cause="why",
+        demonstration=True,
+        state={"a": [1]},
+        timings={"x": 1.0},
+    )
     write(tmp_path, [t])
     assert list(read_episodes(tmp_path)) == [t]
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(), max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(), max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
@@ -96,7 +137,9 @@ def test_any_json_value_a_policy_can_write_survives(value):
 
 
 @pytest.mark.parametrize(
-    "value", [10**40, "\ud800", [[[]]] * 3, {1: 2}, {1, 2}, object(), threading.Lock(), float("nan"), b"raw"], ids=lambda v: str(type(v).__name__)
+    "value",
+    [10**40, "\ud800", [[[]]] * 3, {1: 2}, {1, 2}, object(), threading.Lock(), float("nan"), b"raw"],
+    ids=lambda v: str(type(v).__name__),
 )
 def test_whatever_a_user_puts_into_info_or_state_does_not_stop_the_run(tmp_path, value):
     t = trajectory(turns=[Turn(0, 0, 2, Action("x"), info={"v": value})], state={"v": value})

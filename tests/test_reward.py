@@ -1,0 +1,181 @@
+"""Rewards: what they may return, by what names they are found, what becomes of the rest."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from doubles import trajectory
+
+from agentrl.errors import ConfigError, ContractError, InfraError, RewardFailure, UnknownNameError
+from agentrl.reward import REWARDS, Reward, Scorer, pure, resolve_rewards, reward
+
+
+async def score(*fns, t=None, **more):
+    scorer = Scorer([f if isinstance(f, Reward) else Reward(f, f"r{i}", **more) for i, f in enumerate(fns)])
+    try:
+        return await scorer.score(t or trajectory())
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, np.float32(1), np.int64(1), np.float64(1)], ids=lambda v: type(v).__name__
+)
+async def test_numbers_are_numbers(value):
+    t = await score(lambda _: value)
+    assert t.rewards == {"r0": 1.0}
+    assert type(t.rewards["r0"]) is float
+
+
+async def test_a_dict_names_components_and_shares_the_weight():
+    t = await score(Reward(lambda _: {"exact": 1.0, "format": 0.5, "judge": None}, "qa", 2.0))
+    assert t.rewards == {"qa.exact": 1.0, "qa.format": 0.5, "qa.judge": None}
+    assert t.score == 3.0
+
+
+async def test_a_weight_of_zero_is_reported_and_not_scored():
+    t = await score(Reward(lambda _: 5.0, "length", 0.0), Reward(lambda _: 1.0, "one"))
+    assert (t.rewards["length"], t.score) == (5.0, 1.0)
+
+
+async def test_async_rewards_and_sync_ones_that_return_a_coroutine():
+    async def one(t):
+        await asyncio.sleep(0)
+        return 1.0
+
+    t = await score(one, lambda t: one(t))
+    assert t.rewards == {"r0": 1.0, "r1": 1.0}
+
+
+async def test_a_reward_cannot_see_half_scored_components_of_another_run():
+    before = trajectory()
+    after = await score(lambda t: len(t.rewards), t=before)
+    assert before.rewards == {}
+    assert after.rewards == {"r0": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1", "finite number or None"),
+        (b"1", "finite"),
+        ([1], "finite"),
+        ({"a": "x"}, "r0.a must be"),
+        (float("nan"), "nan"),
+        (10**400, "finite"),
+        (1j, "finite"),
+    ],
+    ids=lambda v: str(v)[:8],
+)
+async def test_case_22_what_is_no_number_is_a_failure_with_the_rewards_name(value, message):
+    with pytest.raises(RewardFailure, match=message) as e:
+        await score(lambda _: value)
+    assert e.value.cause.startswith("reward r0")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), InfraError("judge down"), TimeoutError(), StopIteration(), SystemExit(1)],
+    ids=lambda e: type(e).__name__,
+)
+async def test_case_22_whatever_it_raises_is_a_failure(error):
+    def fails(_):
+        raise error
+
+    with pytest.raises(RewardFailure, match="reward r0"):
+        await score(fails)
+
+
+async def test_case_22_hanging_rewards_run_out_of_time_and_then_fail_at_once():
+    async def hangs(_):
+        await asyncio.sleep(60)
+
+    with pytest.raises(RewardFailure, match="ran out of time"):
+        await score(hangs, timeout_s=0.05)
+
+
+async def test_pure_rewards_run_where_they_are():
+    import threading
+
+    t = await score(
+        pure(lambda _: float(threading.current_thread() is threading.main_thread())),
+        lambda _: float(threading.current_thread() is threading.main_thread()),
+    )
+    assert t.rewards == {"r0": 1.0, "r1": 0.0}
+
+
+async def test_group_rewards_give_one_value_per_trajectory():
+    group = [trajectory(index=i) for i in range(3)]
+    scorer = Scorer(
+        [Reward(lambda ts: [{"rank": i} for i, _ in enumerate(ts)], "g", 0.5, group=True), Reward(lambda t: 1, "s")]
+    )
+    done = await scorer.score_group(group)
+    assert [t.rewards for t in done] == [{"g.rank": 0.0}, {"g.rank": 1.0}, {"g.rank": 2.0}]
+    assert [t.score for t in done] == [0.0, 0.5, 1.0]
+    assert [t.rewards for t in group] == [{}] * 3
+
+
+@pytest.mark.parametrize("fn", [lambda ts: [1.0], lambda ts: 1.0, lambda ts: None, lambda ts: ["a", "b"]])
+async def test_a_group_reward_of_the_wrong_shape_is_a_failure(fn):
+    with pytest.raises(RewardFailure, match="reward g"):
+        await Scorer([Reward(fn, "g", group=True)]).score_group([trajectory(), trajectory(index=1)])
+
+
+async def test_a_group_reward_cannot_lengthen_the_group():
+    group = [trajectory(), trajectory(index=1)]
+    await Scorer([Reward(lambda ts: ts.append(1) or [0.0, 0.0], "g", group=True)]).score_group(group)
+    assert len(group) == 2
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_decorator_registers_and_leaves_a_callable():
+    @reward(weight=0.5, name="half_for_tests")
+    def half(trajectory):
+        return 1.0
+
+    assert half(None) == 1.0
+    assert resolve_rewards(["half_for_tests"]) == (half,)
+    assert resolve_rewards(["half_for_tests=2"])[0].weight == 2.0
+    assert "half_for_tests" in REWARDS.names()
+
+    @reward
+    def bare_for_tests(trajectory):
+        return 2.0
+
+    assert (bare_for_tests.name, bare_for_tests.weight) == ("bare_for_tests", 1.0)
+
+
+def test_functions_files_and_modules(tmp_path):
+    (tmp_path / "mine.py").write_text("def judge(t):\n    return 0.25\n")
+    found = resolve_rewards([lambda t: 1.0, f"{tmp_path}/mine.py:judge=3"])
+    assert [r.name for r in found] == ["<lambda>", "judge"]
+    assert found[1].weight == 3.0
+    assert found[1](None) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        (["judge_for_test"], UnknownNameError, "did you mean 'judge_for_tests'"),
+        (["tests_none:fn"], ConfigError, "cannot import"),
+        ([5], ContractError, "must be a function"),
+        ([Reward(print, "a"), Reward(print, "a")], ConfigError, "two rewards are called 'a'"),
+    ],
+)
+def test_what_cannot_be_resolved_is_a_sentence(items, error, message):
+    REWARDS.register("judge_for_tests")(print)
+    with pytest.raises(error, match=message):
+        resolve_rewards(items)
+
+
+def test_a_weight_that_is_no_number_is_a_sentence():
+    @reward(name="w_for_tests")
+    def w(t):
+        return 1.0
+
+    with pytest.raises(ConfigError, match="weight after '=' must be a number, found 'x'"):
+        resolve_rewards(["w_for_tests=x"])
+    with pytest.raises(ConfigError, match="weight"):
+        resolve_rewards(["w_for_tests=nan"])
