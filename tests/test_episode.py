@@ -145,9 +145,8 @@ async def test_ids_sampled_past_the_stop_string_are_kept(tags):
 
 
 async def test_a_template_that_cannot_be_proven_opens_a_segment(tokenizer):
-    # the assistant's turn ends otherwise once it is not the last
-    mark = "{% if m['role'] == 'assistant' and not loop.last %}?{% endif %}"
-    strange = tokenizer.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }}" + mark)
+    # what stands between turns depends on how many there were
+    strange = tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }} {{ loop.index }}")
     renderer = make_renderer(Tokenizer(tokenizer.backend, chat_template=strange), "hermes")
     t = await play(Echo, ["one", "two"], renderer, env_args={"ends": 2})
     assert [g.agent_id for g in t.segments] == ["policy", "policy"]

@@ -140,7 +140,7 @@ async def test_above_the_share_of_failures_the_run_stops_with_the_table(hermes):
 
 
 async def test_case_30_when_every_episode_fails_the_run_stops_and_does_not_wait(hermes):
-    with pytest.raises(TooManyFailuresError, match="9 of 9 episode attempts failed"):
+    with pytest.raises(TooManyFailuresError, match=r"(\d+) of \1 episode attempts failed"):
         await asyncio.wait_for(rollout(hermes, [EngineFailure("down")], max_retries=99).run(groups_of(4, 4)), 10)
 
 
