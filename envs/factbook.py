@@ -348,7 +348,7 @@ def _proper_words() -> tuple[str, ...]:
     held_out: set[str] = set()
     for name in countries("test"):
         for value in (name, *(v for values in records()[name].facts.values() for v in values)):
-            held_out.update(value.split())
+            held_out.update(re.findall(r"\w+", value))
     words = {word for p in passages() for word in re.findall(r"\b[A-Z][a-z]{2,11}\b", p.text)}
     return tuple(sorted(words - held_out))
 

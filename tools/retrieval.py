@@ -38,7 +38,7 @@ def load_corpus(path: str | Path) -> list[Passage]:
     """Read a JSONL corpus of {"id", "contents"}, the contents as `split_contents` takes them; blank lines are skipped."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # only this ends a line of JSONL
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read as a UTF-8 corpus file: {e}") from e
     corpus: list[Passage] = []

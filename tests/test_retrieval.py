@@ -1,0 +1,192 @@
+"""Retrievers and corpus files; the HTTP one against a local server."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentrl.envs.factbook import Passage, expert_plan, passages, questions
+from agentrl.errors import DataError, InfraError
+from agentrl.tools.retrieval import BM25Retriever, HTTPRetriever, load_corpus, show, split_contents
+
+SMALL = [
+    Passage("a", "Fruit", "apples and pears"),
+    Passage("b", "Twin", "plums"),
+    Passage("c", "Twin", "plums"),
+    Passage("d", "Sea", "fish and salt water"),
+]
+
+
+@pytest.fixture(scope="module")
+def factbook_bm25() -> BM25Retriever:
+    return BM25Retriever(passages())
+
+
+def test_bm25_finds_and_breaks_ties_by_the_order_of_the_corpus() -> None:
+    retriever = BM25Retriever(SMALL)
+    found = retriever.search(["plums", "salt water fish", "nothing of it", "", "?!"], 2)
+    assert [[p.id for p in row] for row in found] == [["b", "c"], ["d"], [], [], []]
+    assert [p.id for p in retriever.search(["twin plums"], 1)[0]] == ["b"]
+    assert [p.id for p in retriever.search(["apples"], 99)[0]] == ["a"]
+    assert retriever.search([], 3) == []
+
+
+def test_bm25_answers_a_query_the_same_alone_and_among_others(factbook_bm25: BM25Retriever) -> None:
+    queries = ["Stockholm capital name", "Sweden population total male", "airports"]
+    assert factbook_bm25.search(queries, 3) == [factbook_bm25.search([q], 3)[0] for q in queries]
+
+
+def test_the_expert_finds_most_answers(factbook_bm25: BM25Retriever) -> None:
+    rows = questions("test", limit=120)
+    found = factbook_bm25.search([expert_plan(row).queries[-1] for row in rows], 3)
+    hits = [any(row["golden_answers"][0] in p.text for p in shown) for row, shown in zip(rows, found, strict=True)]
+    assert sum(hits) / len(hits) > 0.9
+
+
+def test_show_is_one_line_each_and_cut() -> None:
+    assert show(SMALL[:2], max_chars=9) == "- Fruit: ap\n- Twin: plu"
+    assert show([Passage("x", "T", "two\nlines")]) == "- T: two lines"
+    assert show([]) == ""
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(DataError, match="corpus is empty"):
+        BM25Retriever([])
+    with pytest.raises(DataError, match="at least 1, found 0"):
+        BM25Retriever(SMALL).search(["x"], 0)
+    with pytest.raises(DataError, match="expected a URL"):
+        HTTPRetriever("localhost:80")
+
+
+# ------------------------------------------------------------------------------------------------------------------------ corpus files
+
+
+def test_a_corpus_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": 0, "contents": "\\"A title\\"\\nthe text"}\n\n{"id": "1", "contents": "no title"}\n')
+    assert load_corpus(path) == [Passage("0", "A title", "the text"), Passage("1", "", "no title")]
+
+
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(
+        json.dumps({"id": 0, "contents": '"T"\none\u2028two\x85three'}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    assert len(load_corpus(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"id": 0, "contents": "x"}\nnot json\n', r"corpus.jsonl, line 2: not JSON"),
+        ('{"id": 0}\n', r"corpus.jsonl, line 1: expected"),
+        ("[1]\n", r"corpus.jsonl, line 1: expected"),
+        ('{"id": 0, "contents": 5}\n', r"corpus.jsonl, line 1: expected"),
+        ('{"id": 0, "contents": "x"}\n\n{"id": "0", "contents": "y"}\n', r"line 3: id '0' was already used on line 1"),
+        ("\n", r"holds no passages"),
+    ],
+)
+def test_a_bad_corpus_file_says_where(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(lines)
+    with pytest.raises(DataError, match=message):
+        load_corpus(path)
+
+
+def test_a_missing_corpus_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        load_corpus(tmp_path / "none.jsonl")
+
+
+def test_a_title_with_quotes_and_a_text_of_many_lines() -> None:
+    assert split_contents('"A "b" c"\nx\ny') == ('A "b" c', "x\ny")
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- HTTP
+
+Handler = Callable[[dict[str, Any]], web.Response]
+
+
+class Server:
+    """A retrieval server on a thread of its own; `handler` makes the answers."""
+
+    handler: Handler
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> str:
+        app = web.Application()
+        app.router.add_post("/retrieve", self._answer)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/retrieve"
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        if self.requests[-1]["queries"] == ["slow"]:
+            await asyncio.sleep(2)
+        return self.handler(self.requests[-1])
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.stop()
+
+
+def _good(request: dict[str, Any]) -> web.Response:
+    item = {"document": {"id": "7", "contents": '"Title"\ntext'}, "score": 1.5}
+    return web.json_response({"result": [[item] * request["topk"] for _ in request["queries"]]})
+
+
+def test_http_speaks_search_r1(server: Server) -> None:
+    server.handler = _good
+    retriever = HTTPRetriever(server.url)
+    assert retriever.search(["q1", "q2"], 2) == [[Passage("7", "Title", "text")] * 2] * 2
+    assert server.requests == [{"queries": ["q1", "q2"], "topk": 2, "return_scores": True}]
+    assert retriever.search([], 2) == []
+    retriever.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda _: web.Response(status=503), "503"),
+        (lambda _: web.Response(text="oops"), "the retrieval server failed"),
+        (lambda _: web.json_response({"results": []}), "expected"),
+        (lambda _: web.json_response([1]), "expected"),
+        (lambda _: web.json_response({"result": [[{"document": {"contents": None}}]]}), "expected"),
+        (lambda _: web.json_response({"result": []}), "expected 1 lists of passages, found 0"),
+    ],
+)
+def test_a_bad_answer_is_an_infrastructure_failure(server: Server, answer: Handler, message: str) -> None:
+    server.handler = answer
+    with pytest.raises(InfraError, match=message):
+        HTTPRetriever(server.url).search(["q"], 1)
+
+
+def test_a_slow_or_absent_server_is_an_infrastructure_failure(server: Server) -> None:
+    server.handler = _good
+    with pytest.raises(InfraError, match="ReadTimeout"):
+        HTTPRetriever(server.url, timeout_s=0.2).search(["slow"], 1)
+    with pytest.raises(InfraError, match="ConnectError"):
+        HTTPRetriever("http://127.0.0.1:9/retrieve", timeout_s=1.0).search(["q"], 1)
