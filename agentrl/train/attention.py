@@ -23,7 +23,13 @@ class SDPAttention(nn.Module):
         self.scale: float | None = config.softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packed_seq_params: Any = None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Any = None,
+        **_: Any,
     ) -> Tensor:
         """See the class. `attention_mask` is None: the mask is causal."""
         if attention_mask is not None or packed_seq_params is not None:
@@ -40,7 +46,9 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,4 +77,6 @@ def block_spec(config: Any) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     norm = specs.TENorm if specs.HAVE_TE else RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(config)] * get_num_layers_to_build(config), layer_norm=norm
+    )

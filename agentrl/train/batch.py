@@ -34,7 +34,9 @@ class MicroBatch:
     """chosen tokens of each row; n is their sum, but 1 where that is 0"""
 
 
-def collate(rows: Sequence[Row], *, trained_only: bool, multiple: int = 1, device: torch.device | str = "cpu") -> MicroBatch:
+def collate(
+    rows: Sequence[Row], *, trained_only: bool, multiple: int = 1, device: torch.device | str = "cpu"
+) -> MicroBatch:
     """Pad rows into a micro-batch.
 
     Args:
@@ -52,19 +54,28 @@ def collate(rows: Sequence[Row], *, trained_only: bool, multiple: int = 1, devic
         chosen.append(np.flatnonzero(row.weights) if trained_only else np.arange(1, max(len(row.tokens), 1)))
     counts = tuple(len(c) for c in chosen)
     if not sum(counts):
-        return MicroBatch(*_tensors([inputs, np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)], device), _nothing(device), counts)
-    index = np.concatenate([(c - 1) * len(inputs) + i for i, c in enumerate(chosen)])
+        zero, one = np.zeros(1, np.int64), np.ones(1, np.float32)
+        padding, index, labels, temperature = _tensors([inputs, zero, zero, one], device)
+        return MicroBatch(padding, index, labels, temperature, _nothing(device), counts)
+    where = np.concatenate([(c - 1) * len(inputs) + i for i, c in enumerate(chosen)])
 
     def flat(name: str) -> np.ndarray:
         return np.concatenate([getattr(r, name)[c] for r, c in zip(rows, chosen, strict=True)])
 
     def optional(name: str) -> Tensor | None:
-        return None if any(getattr(r, name) is None for r in rows) else _tensors([flat(name).astype(np.float32)], device)[0]
+        return (
+            None
+            if any(getattr(r, name) is None for r in rows)
+            else _tensors([flat(name).astype(np.float32)], device)[0]
+        )
 
-    weights, advantages, rollout = _tensors([flat(n).astype(np.float32) for n in ("weights", "advantages", "rollout_log_probs")], device)
+    weights, advantages, rollout = _tensors(
+        [flat(n).astype(np.float32) for n in ("weights", "advantages", "rollout_log_probs")], device
+    )
     data = TokenData(weights, advantages, rollout, optional("old_log_probs"), optional("ref_log_probs"))
-    tensors = _tensors([inputs, index, flat("tokens").astype(np.int64), flat("temperature").astype(np.float32)], device)
-    return MicroBatch(*tensors, data, counts)
+    flats = flat("tokens").astype(np.int64), flat("temperature").astype(np.float32)
+    padded, index, labels, temperature = _tensors([inputs, where, *flats], device)
+    return MicroBatch(padded, index, labels, temperature, data, counts)
 
 
 def _nothing(device: torch.device | str) -> TokenData:

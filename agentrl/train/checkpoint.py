@@ -47,8 +47,13 @@ def _state(built: Built, *, loading: bool) -> dict[str, Any]:
     model = built.model.sharded_state_dict()
     optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    shape = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
-    generators = ShardedObject("generators", _generators(), shape, (pp, tp), replica_id=parallel_state.get_data_parallel_rank())
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    generators = ShardedObject(
+        "generators", _generators(), shape, (pp, tp), replica_id=parallel_state.get_data_parallel_rank()
+    )
     return {"model": model, "optimizer": optimizer, "generators": generators}
 
 

@@ -72,7 +72,9 @@ def source(name: str, layout: Layout) -> Source:
     match = _LAYER.fullmatch(name)
     kind, *names = (_IN_LAYER.get(match[2]) if match else _TOP.get(name)) or (None,)
     if kind is None:
-        raise DataError(f"the megatron parameter {name!r} has no counterpart among Hugging Face weights; this model cannot be converted")
+        raise DataError(
+            f"the megatron parameter {name!r} has no counterpart among Hugging Face weights; this model cannot be converted"
+        )
     prefix = f"model.layers.{match[1]}." if match else ""
     return Source(kind, tuple(prefix + n for n in names))
 
@@ -88,7 +90,11 @@ def to_megatron(tensors: Sequence[Tensor], kind: str, layout: Layout, rank: int,
     if kind == "vocab":
         full = tensors[0]
         missing = layout.padded_vocab_size - full.shape[0]
-        return torch.cat([full, full.new_zeros(missing, *full.shape[1:])]).chunk(world, 0)[rank] if missing else full.chunk(world, 0)[rank]
+        return (
+            torch.cat([full, full.new_zeros(missing, *full.shape[1:])]).chunk(world, 0)[rank]
+            if missing
+            else full.chunk(world, 0)[rank]
+        )
     grouped = [t.view(layout.groups, -1, *t.shape[1:]) for t in tensors]
     return torch.cat(grouped, 1).chunk(world, 0)[rank].flatten(0, 1)
 
@@ -122,7 +128,9 @@ class HuggingFaceWeights:
         else:
             where = {name: f.name for f in sorted(folder.glob("*.safetensors")) for name in self._open(f).keys()}  # noqa: SIM118
         if not where:
-            raise DataError(f"{folder} holds no *.safetensors files; save the model with save_pretrained(…, safe_serialization=True)")
+            raise DataError(
+                f"{folder} holds no *.safetensors files; save the model with save_pretrained(…, safe_serialization=True)"
+            )
         self._where: dict[str, str] = where
         self._files: dict[str, Any] = {}
 
@@ -153,12 +161,16 @@ def load(model: Any, weights: HuggingFaceWeights, layout: Layout, rank: int, wor
         where = source(name, layout)
         value = to_megatron([weights[n] for n in where.names], where.kind, layout, rank, world)
         if value.shape != parameter.shape:
-            raise DataError(f"{name} has shape {tuple(parameter.shape)}, {', '.join(where.names)} give {tuple(value.shape)}")
+            raise DataError(
+                f"{name} has shape {tuple(parameter.shape)}, {', '.join(where.names)} give {tuple(value.shape)}"
+            )
         parameter.copy_(value)
 
 
 @torch.no_grad()
-def gather(model: Any, layout: Layout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather(
+    model: Any, layout: Layout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of this stage, on every rank of the tensor-parallel group.
 
     `value` says what to take of a parameter: itself, or its gradient. A tied output layer is left out where the embedding is written.

@@ -14,7 +14,19 @@ from typing import Any
 
 import torch
 
-_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like")
+_FACTORIES = (
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+)
 _installed = False
 
 
@@ -39,7 +51,9 @@ class _Nothing:
 
 
 def _names_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -64,7 +78,11 @@ def install() -> None:
     _installed = True
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    module: Any = torch
+    module.compile = lambda model=None, **_: (
+        (lambda f: f) if model is None else model
+    )  # megatron decorates small functions with it
+    module.Tensor.cuda = module.nn.Module.cuda = lambda self, *_, **__: self
     _replace_cuda_module()
     _replace_type_names()
     _replace_barrier()
@@ -88,13 +106,15 @@ def _replace_type_names() -> None:
         result = original(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign]
+    tensor: Any = torch.Tensor
+    tensor.type = type_name
 
 
 def _replace_barrier() -> None:
     """gloo refuses `device_ids`."""
-    original = torch.distributed.barrier
-    torch.distributed.barrier = lambda group=None, async_op=False, device_ids=None: original(group=group, async_op=async_op)
+    module: Any = torch.distributed
+    original = module.barrier
+    module.barrier = lambda group=None, async_op=False, device_ids=None: original(group=group, async_op=async_op)
 
 
 def _replace_rng() -> None:

@@ -37,7 +37,11 @@ class new_folder:  # noqa: N801, reads as a function
 def copy_model_files(source: Path, target: Path, dtype: str) -> None:
     """Copy what makes a Hugging Face folder besides weights (config, tokenizer, template), with the type that the weights now have."""
     for file in sorted(source.iterdir()):
-        if file.is_file() and (file.suffix in {".json", ".txt", ".model", ".jinja", ".tiktoken"}) and not file.name.endswith(".index.json"):
+        if (
+            file.is_file()
+            and (file.suffix in {".json", ".txt", ".model", ".jinja", ".tiktoken"})
+            and not file.name.endswith(".index.json")
+        ):
             shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype

@@ -75,7 +75,9 @@ def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossCo
     w, now = data.weights, log_probs.detach()
     old = now if data.old_log_probs is None else data.old_log_probs
     ratio, kl = torch.exp(log_probs - old), torch.zeros_like(now)
-    tis = torch.exp(old - data.rollout_log_probs).clamp(max=loss.tis_threshold) if loss.use_tis else torch.ones_like(now)
+    tis = (
+        torch.exp(old - data.rollout_log_probs).clamp(max=loss.tis_threshold) if loss.use_tis else torch.ones_like(now)
+    )
     if loss.kind == "sft":
         pg, clipped = -log_probs, torch.zeros_like(now)
         total = (w * pg).sum()
@@ -102,7 +104,9 @@ class _VocabParallel(torch.autograd.Function):
     """log-prob of a label and entropy, from logits whose columns are spread over tensor-parallel ranks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, inverse_temperature: Tensor, start: int, group: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, inverse_temperature: Tensor, start: int, group: Any
+    ) -> tuple[Tensor, Tensor]:
         x = logits.float() * inverse_temperature[:, None]
         peak = x.max(-1).values
         _reduce(peak, group, torch.distributed.ReduceOp.MAX)

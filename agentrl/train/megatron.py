@@ -59,10 +59,14 @@ class MegatronTrainer:
             WorkerError: a rank did not start.
         """
         self.settings = dict(megatron or {})
-        per_copy = self.settings.get("tensor_model_parallel_size", 1) * self.settings.get("pipeline_model_parallel_size", 1)
+        per_copy = self.settings.get("tensor_model_parallel_size", 1) * self.settings.get(
+            "pipeline_model_parallel_size", 1
+        )
         world = world_size or per_copy
         if world % per_copy:
-            raise ConfigError(f"world size {world} is not a multiple of tensor × pipeline model parallel size = {per_copy}")
+            raise ConfigError(
+                f"world size {world} is not a multiple of tensor × pipeline model parallel size = {per_copy}"
+            )
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
@@ -71,7 +75,12 @@ class MegatronTrainer:
         self.workers = Workers(world, run_dir / "trainer", threads)
         port = free_port()
         setups = [
-            {"setup": Setup(self.model, self.settings, dtype, reference, seed, threads, rank, world, rank, port, timeout_s)} for rank in range(world)
+            {
+                "setup": Setup(
+                    self.model, self.settings, dtype, reference, seed, threads, rank, world, rank, port, timeout_s
+                )
+            }
+            for rank in range(world)
         ]
         self.places: list[dict[str, Any]] = self.workers.ask("start", setups, min(timeout_s, 600.0))
         self.copies = world // per_copy
@@ -79,7 +88,9 @@ class MegatronTrainer:
     def _ask(self, command: str, **arguments: Any) -> list[Any]:
         return self.workers.ask(command, [arguments] * len(self.places), self.timeout_s)
 
-    def _ask_shared(self, command: str, rows: Sequence[Row], **arguments: Any) -> tuple[list[Any], list[list[list[int]]]]:
+    def _ask_shared(
+        self, command: str, rows: Sequence[Row], **arguments: Any
+    ) -> tuple[list[Any], list[list[list[int]]]]:
         """Ask with every rank given its data-parallel share of the rows. Returns the answers by rank, and the plan."""
         if not rows:
             raise InvariantError(f"{command}: the batch is empty")
@@ -89,7 +100,9 @@ class MegatronTrainer:
             order = [i for part in share for i in part]
             number = {row: n for n, row in enumerate(order)}
             shares.append(([rows[i] for i in order], [[number[i] for i in part] for part in share]))
-        return self.workers.ask(command, [{"share": shares[p["dp"]], **arguments} for p in self.places], self.timeout_s), parts
+        return self.workers.ask(
+            command, [{"share": shares[p["dp"]], **arguments} for p in self.places], self.timeout_s
+        ), parts
 
     def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
         """See `Trainer.log_probs`. `trained_only`: only where `Row.weights` is not 0, the rest is 0; much cheaper."""

@@ -40,11 +40,13 @@ class PolicyModel(GPTModel):
             self.rotary_pos_emb.inv_freq = _llama3_frequencies(self.rotary_pos_emb.inv_freq, rope.llama3)
         if self.post_process:
             self._gathered = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
-            if self._gathered:  # the output layer is fed whole positions; its input gradients are summed instead of scattered
+            if (
+                self._gathered
+            ):  # the output layer is fed whole positions; its input gradients are summed instead of scattered
                 self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
             self.output_layer.register_forward_pre_hook(self._choose)
 
-    def forward(self, inputs: Tensor, chosen: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, inputs: Tensor, chosen: Tensor) -> Tensor:
         """inputs [b, s], chosen [n] indices into the flattened [s, b] -> logits [1, n, v] on the last stage, hidden states [s, b, h] before."""
         self._chosen = chosen
         return super().forward(inputs, None, None)
@@ -110,7 +112,9 @@ def transformer_config(shape: ModelShape, settings: Settings, dtype: torch.dtype
     }
     for name, value in fixed.items():
         if settings.get(name, value) != value:
-            raise ConfigError(f"{name} = {settings[name]!r} contradicts the model or the trainer, which need {value!r}; leave it out")
+            raise ConfigError(
+                f"{name} = {settings[name]!r} contradicts the model or the trainer, which need {value!r}; leave it out"
+            )
     default = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -133,19 +137,29 @@ def check_settings(settings: Settings, shape: ModelShape, cpu: bool) -> None:
             raise ConfigError(f"megatron-core has no setting {name!r}{suggest(name, known)}")
     tp = settings.get("tensor_model_parallel_size", 1)
     if shape.transformer["num_query_groups"] % tp:
-        raise ConfigError(f"tensor_model_parallel_size {tp} does not divide the model's {shape.transformer['num_query_groups']} key-value heads")
+        raise ConfigError(
+            f"tensor_model_parallel_size {tp} does not divide the model's {shape.transformer['num_query_groups']} key-value heads"
+        )
     if shape.transformer["ffn_hidden_size"] % tp:
-        raise ConfigError(f"tensor_model_parallel_size {tp} does not divide the model's intermediate_size {shape.transformer['ffn_hidden_size']}")
+        raise ConfigError(
+            f"tensor_model_parallel_size {tp} does not divide the model's intermediate_size {shape.transformer['ffn_hidden_size']}"
+        )
     if settings.get("context_parallel_size", 1) > 1:
-        raise ConfigError("context_parallel_size > 1 is not supported: rows are padded, not packed; use tensor and sequence parallelism")
+        raise ConfigError(
+            "context_parallel_size > 1 is not supported: rows are padded, not packed; use tensor and sequence parallelism"
+        )
     if settings.get("expert_model_parallel_size", 1) > 1 or settings.get("num_moe_experts"):
         raise ConfigError("mixtures of experts are not supported: the model is dense")
     if settings.get("virtual_pipeline_model_parallel_size"):
-        raise ConfigError("virtual_pipeline_model_parallel_size is not supported: interleaved pipelines compute wrong numbers over gloo")
+        raise ConfigError(
+            "virtual_pipeline_model_parallel_size is not supported: interleaved pipelines compute wrong numbers over gloo"
+        )
     if settings.get("sequence_parallel") and tp == 1:
         raise ConfigError("sequence_parallel needs tensor_model_parallel_size > 1")
     if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
-        raise ConfigError("use_megatron_fsdp is not supported; the optimizer is distributed already (use_distributed_optimizer)")
+        raise ConfigError(
+            "use_megatron_fsdp is not supported; the optimizer is distributed already (use_distributed_optimizer)"
+        )
     if cpu and (settings.get("fp8") or settings.get("fp4")):
         raise ConfigError("fp8 and fp4 need a GPU and Transformer Engine")
 
@@ -169,7 +183,9 @@ def _gpt(config: TransformerConfig, shape: ModelShape, layout: Layout) -> Policy
     return model if not torch.cuda.is_available() else model.cuda(torch.cuda.current_device())
 
 
-def build(shape: ModelShape, weights: HuggingFaceWeights, settings: Settings, dtype: torch.dtype, *, reference: bool) -> Built:
+def build(
+    shape: ModelShape, weights: HuggingFaceWeights, settings: Settings, dtype: torch.dtype, *, reference: bool
+) -> Built:
     """Build and fill this rank's part; process groups exist already. Raises ConfigError, DataError."""
     config = transformer_config(shape, settings, dtype)
     tp, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()

@@ -56,7 +56,13 @@ class Workers:
         with ours, theirs, log.open("ab") as out:
             command = [sys.executable, "-m", "agentrl.train.worker", str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=dict(env),
+                start_new_session=True,
             )
             self.processes.append(process)
             self.connections.append(Connection(ours.detach()))
@@ -87,12 +93,18 @@ class Workers:
         while len(answers) < len(self.connections):
             missing = [r for r in range(len(self.connections)) if r not in answers]
             if time.monotonic() > deadline:
-                raise WorkerError(f"{command}: rank {missing[0]} did not answer within {timeout_s:g} s{self._tail(missing[0])}")
+                raise WorkerError(
+                    f"{command}: rank {missing[0]} did not answer within {timeout_s:g} s{self._tail(missing[0])}"
+                )
             for ready in wait([self.connections[r] for r in missing], timeout=1.0):
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
                 answers[rank] = self._receive(command, rank)
             for rank in range(len(self.processes)):
-                if rank not in answers and self.processes[rank].poll() is not None and not self.connections[rank].poll():
+                if (
+                    rank not in answers
+                    and self.processes[rank].poll() is not None
+                    and not self.connections[rank].poll()
+                ):
                     self._died(command, rank)
         return [answers[r] for r in range(len(self.connections))]
 
@@ -116,7 +128,13 @@ class Workers:
 
     def _died(self, command: str, rank: int) -> NoReturn:
         code = _code(self.processes[rank], 5.0)
-        how = "closed its connection" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        how = (
+            "closed its connection"
+            if code is None
+            else f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with status {code}"
+        )
         raise WorkerError(f"{command}: rank {rank} {how}{self._tail(rank)}")
 
     def _tail(self, rank: int) -> str:

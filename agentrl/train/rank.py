@@ -38,10 +38,16 @@ class TrainerRank:
         self.folder = setup.model
         dtype = DTYPES[setup.dtype]
         shape = read_shape(setup.model)
-        self.built: Built = build(shape, HuggingFaceWeights(setup.model), setup.megatron, dtype, reference=setup.reference)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.built: Built = build(
+            shape, HuggingFaceWeights(setup.model), setup.megatron, dtype, reference=setup.reference
+        )
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         config = self.built.config
-        self.multiple = (config.tensor_model_parallel_size if config.sequence_parallel else 1) * (16 if self.device.type == "cuda" else 1)
+        self.multiple = (config.tensor_model_parallel_size if config.sequence_parallel else 1) * (
+            16 if self.device.type == "cuda" else 1
+        )
         self.steps = 0
         self._parked: Parked | None = None
 
@@ -68,10 +74,15 @@ class TrainerRank:
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def _run(self, model: Any, share: Share, after: Callable[..., Any], *, trained_only: bool, **options: Any) -> list[Any]:
+    def _run(
+        self, model: Any, share: Share, after: Callable[..., Any], *, trained_only: bool, **options: Any
+    ) -> list[Any]:
         """Send the share's micro-batches through megatron's schedule; `after(batch, output)` runs on the last stage."""
         rows, parts = share
-        batches = (collate([rows[i] for i in part], trained_only=trained_only, multiple=self.multiple, device=self.device) for part in parts)
+        batches = (
+            collate([rows[i] for i in part], trained_only=trained_only, multiple=self.multiple, device=self.device)
+            for part in parts
+        )
 
         def forward(stream: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(stream)
@@ -100,7 +111,9 @@ class TrainerRank:
 
         model.eval()
         with torch.no_grad():
-            out = self._run(model, share, after, trained_only=trained_only, forward_only=True, collect_non_loss_data=True)
+            out = self._run(
+                model, share, after, trained_only=trained_only, forward_only=True, collect_non_loss_data=True
+            )
         return out if self.place["answers"] else None
 
     def _forward_backward(self, share: Share, loss: LossConfig, **options: Any) -> dict[str, list[float]] | None:
@@ -156,7 +169,10 @@ class TrainerRank:
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
         if not writes:
             return None
-        stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
+        stage, stages = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
         file = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
         save_file(tensors, path / file, metadata={"format": "pt"})
         return {"file": file, "names": list(tensors), "bytes": sum(t.nbytes for t in tensors.values())}

@@ -75,11 +75,24 @@ def read_shape(folder: Path) -> ModelShape:
         "add_qkv_bias": qkv_bias,
         "qk_layernorm": qk_norm,
     }
-    return ModelShape(family, transformer, hf["vocab_size"], hf["max_position_embeddings"], bool(hf.get("tie_word_embeddings")), _rope(path, hf))
+    return ModelShape(
+        family,
+        transformer,
+        hf["vocab_size"],
+        hf["max_position_embeddings"],
+        bool(hf.get("tie_word_embeddings")),
+        _rope(path, hf),
+    )
 
 
 def _refuse(path: Path, hf: Mapping[str, Any]) -> None:
-    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0.0}
+    wanted = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+    }
     for key, value in wanted.items():
         if hf.get(key, value) != value:
             raise ConfigError(f"{path}: {key} is {hf[key]!r}; only {value!r} can be trained")

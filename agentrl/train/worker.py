@@ -1,7 +1,8 @@
 """One trainer rank as a process: `python -m agentrl.train.worker FD`, started by `processes.py`, never by hand.
 
 It speaks over an inherited socket: first it gets a `Setup`, then (command, keyword arguments) one after the other, and answers each with
-("ok", result), ("usage", UsageError) or ("error", traceback). It ends when told to, when the socket closes, and when its parent is gone, whatever it is doing.
+("ok", result), ("usage", UsageError) or ("error", traceback). It ends when told to, when the socket closes, and when its parent is gone,
+whatever it is doing.
 """
 
 from __future__ import annotations
@@ -62,9 +63,13 @@ def join(setup: Setup) -> None:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(setup.local_rank)
-    store = torch.distributed.TCPStore("127.0.0.1", setup.port, setup.world, setup.rank == 0, datetime.timedelta(seconds=120))
+    store = torch.distributed.distributed_c10d.TCPStore(
+        "127.0.0.1", setup.port, setup.world, setup.rank == 0, datetime.timedelta(seconds=120)
+    )
     limit = datetime.timedelta(seconds=setup.timeout_s)
-    torch.distributed.init_process_group("nccl" if gpu else "gloo", store=store, rank=setup.rank, world_size=setup.world, timeout=limit)
+    torch.distributed.init_process_group(
+        "nccl" if gpu else "gloo", store=store, rank=setup.rank, world_size=setup.world, timeout=limit
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=setup.megatron.get("tensor_model_parallel_size", 1),
         pipeline_model_parallel_size=setup.megatron.get("pipeline_model_parallel_size", 1),
@@ -98,7 +103,7 @@ def serve(connection: Connection) -> None:
             reply = ("ok", answer)
         except UsageError as e:
             reply = ("usage", e)
-        except Exception:
+        except Exception:  # noqa: BLE001, whatever it is, the controller raises it
             reply = ("error", traceback.format_exc())
             traceback.print_exc()
         try:
