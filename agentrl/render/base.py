@@ -1,23 +1,25 @@
-"""What a renderer gives (`Delta`) and what an action format is (`ActionFormat`)."""
+"""What a renderer gives (`Delta`), what an action format is (`ActionFormat`), and what is known about a family (`Family`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from agentrl.types import Action, FinishReason, Message, Provenance
 
 Pieces = tuple[tuple[Provenance, tuple[int, ...]], ...]
+HistoryPolicy = Literal["append", "rerender"]
+"""where a template drops earlier thinking (or writes another end token than was sampled): keep the tokens, or open a new segment"""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is appended to (or, as a `rewrite`, put in the place of) the context between two generations."""
+    """What is appended to the context between two generations, or why a new segment must open."""
 
     pieces: Pieces
     new_segment: str | None = None
-    """a reason why the pieces are a whole new context, a segment of their own; None: they follow the context exactly"""
+    """the reason why nothing can follow the context exactly: the caller renders the conversation anew; None: `pieces` follow it"""
 
     def __len__(self) -> int:
         return sum(len(ids) for _, ids in self.pieces)
@@ -26,13 +28,21 @@ class Delta:
 class ActionFormat(Protocol):
     """How a policy writes its actions, and how observations come back."""
 
-    name: str
-    stop: tuple[str, ...]
-    """strings that end a generation"""
-    inline: bool
-    """observations continue the same assistant turn (Search-R1's `<information>`) instead of opening a new one"""
-    needs_tools: bool
-    """the chat template is given the tools' schemas"""
+    @property
+    def name(self) -> str:
+        """By which it is chosen."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end a generation."""
+
+    @property
+    def inline(self) -> bool:
+        """Observations continue the same assistant turn (Search-R1's `<information>`) instead of opening a new one."""
+
+    @property
+    def needs_tools(self) -> bool:
+        """The chat template is given the tools' schemas."""
 
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
         """Read one generation (without its end token). Total: any text gives an Action, never an exception.
@@ -40,5 +50,32 @@ class ActionFormat(Protocol):
         At most `max_calls` calls; further ones become errors of kind 'surplus'. A generation cut by length is no parse error.
         """
 
+    def message(self, action: Action) -> Message:
+        """The action as a message of the conversation, for rendering it anew."""
+
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """For inline formats: the text to insert, as (part, is it content?)."""
+
+
+def as_they_are(messages: Sequence[Message]) -> list[Message]:
+    """Messages for a template that takes them all."""
+    return list(messages)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What cannot be read off a template's renderings."""
+
+    name: str
+    marks: tuple[str, ...]
+    """strings that all occur in the template of this family and not in an earlier one of the list"""
+    format: str
+    """the family's own action format"""
+    ends: tuple[str, ...] = ()
+    """tokens that end the assistant's turn when sampled, whichever of them the template writes; (): the one it writes"""
+    headers: tuple[str, ...] = ()
+    """tokens that end the assistant's turn when sampled and are the next turn's header (GLM)"""
+    other_stops: tuple[str, ...] = ()
+    """tokens at which engines stop too, but after which the template still writes the turn's end"""
+    adapt: Callable[[Sequence[Message]], list[Message]] = as_they_are
+    """messages as the template takes them (roles that it does not know)"""

@@ -1,33 +1,74 @@
-"""Which family a model's template belongs to, and the action formats by name. A family is one row here and one small file."""
+"""Which family a model's template belongs to, and the action formats by name. A family is one small file and one row here."""
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
 from agentrl.errors import UnknownNameError
-from agentrl.render.base import ActionFormat
+from agentrl.render import chatml, deepseek, gemma, glm, gptoss, kimi, llama, mistral, qwen_coder
+from agentrl.render.base import ActionFormat, Family, HistoryPolicy
+from agentrl.render.deepseek import DeepSeekFormat
+from agentrl.render.gemma import PythonicFormat
+from agentrl.render.glm import GlmFormat
+from agentrl.render.gptoss import HarmonyFormat
 from agentrl.render.hermes import HermesFormat
+from agentrl.render.kimi import KimiFormat
+from agentrl.render.llama import LlamaFormat
+from agentrl.render.mistral import MistralFormat
+from agentrl.render.qwen_coder import QwenCoderFormat
 from agentrl.render.tags import TagFormat
-from agentrl.render.template import Renderer
+from agentrl.render.template import GENERIC, Renderer
 from agentrl.render.tokenizer import Tokenizer
 
-FORMATS: dict[str, ActionFormat] = {f.name: f for f in (HermesFormat(), TagFormat())}
+_ALL: tuple[ActionFormat, ...] = (
+    HermesFormat(), TagFormat(), QwenCoderFormat(), LlamaFormat(), GlmFormat(), DeepSeekFormat(), KimiFormat(), MistralFormat(),
+    HarmonyFormat(), PythonicFormat(),
+)  # fmt: skip
+FORMATS: dict[str, ActionFormat] = {f.name: f for f in _ALL}
 """Action formats by name."""
 
-_FAMILIES: tuple[tuple[str, str, str], ...] = (("chatml", "<|im_start|>", "hermes"),)
-"""(family, a string that its template holds, its own action format)"""
+FAMILIES: tuple[Family, ...] = (
+    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.FAMILY, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY, chatml.QWEN3, chatml.FAMILY,
+    mistral.FAMILY,
+)  # fmt: skip
+"""In the order in which they are tried."""
 
 
-def make_renderer(tokenizer: Tokenizer, action_format: str | None = None, *, where: str = "the model", **template_args: Any) -> Renderer:
+def family_of(template: str) -> Family:
+    """The family of a chat template; the generic one where none claims it."""
+    return next((f for f in FAMILIES if all(mark in template for mark in f.marks)), GENERIC)
+
+
+def make_renderer(
+    tokenizer: Tokenizer,
+    action_format: str | None = None,
+    *,
+    where: str = "the model",
+    history: HistoryPolicy = "append",
+    raw_content: bool = False,
+    surplus: Literal["error", "ignore", "refuse"] = "error",
+    now: datetime | None = None,
+    **template_args: Any,
+) -> Renderer:
     """The renderer for a model; `action_format` None: the family's own (hermes for templates of no known family).
 
     Raises:
         UnknownNameError: no such format.
         TemplateError: the template cannot be used.
     """
-    template = tokenizer.chat_template or ""
-    family, own = next(((name, fmt) for name, mark, fmt in _FAMILIES if mark in template), ("generic", "hermes"))
-    chosen = action_format or own
+    family = family_of(tokenizer.chat_template or "")
+    chosen = action_format or family.format
     if chosen not in FORMATS:
         raise UnknownNameError.of("action format", chosen, FORMATS)
-    return Renderer(tokenizer, FORMATS[chosen], where=where, family=family, **template_args)
+    return Renderer(
+        tokenizer,
+        FORMATS[chosen],
+        where=where,
+        family=family,
+        history=history,
+        raw_content=raw_content,
+        surplus=surplus,
+        now=now,
+        **template_args,
+    )

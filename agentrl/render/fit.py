@@ -11,7 +11,9 @@ from agentrl.types import Message
 _ROUNDS = 8
 
 
-def fit(renderer: Renderer, messages: Sequence[Message], sampled: Sequence[int], room: int) -> tuple[Delta | None, list[Message], int]:
+def fit(
+    renderer: Renderer, messages: Sequence[Message], sampled: Sequence[int], room: int
+) -> tuple[Delta | None, list[Message], int]:
     """The delta for `messages`, of at most `room` tokens.
 
     The longest contents lose their ends until it fits. Returns the delta (None: not even the scaffold fits), the messages as they went

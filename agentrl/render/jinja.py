@@ -1,35 +1,46 @@
-"""A model's chat template, compiled once, in the environment that Hugging Face templates expect."""
+"""A model's chat template, compiled once, in the environment that Hugging Face templates expect.
+
+That is: `raise_exception`, `strftime_now`, a `tojson` that escapes nothing for HTML, loop controls, and the `{% generation %}` block
+(here a block like any other: what is trained is known from what was sampled, not from the template).
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.errors import TemplateError
+from agentrl.render.symbolic import Hole, Pattern, Trace, joined, to_json
 from agentrl.types import Message
 
 
 class ChatTemplate:
     """Renders conversations to text."""
 
-    def __init__(self, source: str | None, special: Mapping[str, str], where: str = "the model") -> None:
-        """Compile.
+    def __init__(
+        self, source: str | None, special: Mapping[str, str], where: str = "the model", *, now: datetime | None = None
+    ) -> None:
+        """Compile. `now` is what `strftime_now` says, all the time; None: the moment of compiling, so that a run does not change at midnight.
 
         Raises:
             TemplateError: there is no template, or it does not compile.
         """
         if not source:
-            raise TemplateError(f"{where} has no chat template; add one to tokenizer_config.json (key chat_template) or chat_template.jinja")
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-        env.filters["tojson"] = _tojson
+            raise TemplateError(
+                f"{where} has no chat template; add one to tokenizer_config.json (key chat_template) or chat_template.jinja"
+            )
+        moment = now or datetime.now()
+        env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+        env.filters["tojson"] = to_json
         env.globals["raise_exception"] = _raise
-        env.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
+        env.globals["strftime_now"] = moment.strftime
         try:
             self._template = env.from_string(source)
         except jinja2.TemplateSyntaxError as e:
@@ -37,21 +48,76 @@ class ChatTemplate:
         self._special = dict(special)
         self._where = where
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, generate: bool, **extra: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, generate: bool, **extra: Any
+    ) -> str:
         """The text of a conversation; `generate` adds the header of the next assistant turn.
 
         Raises:
             TemplateError: the template refuses the conversation.
         """
         try:
-            return self._template.render(messages=messages, tools=tools or None, add_generation_prompt=generate, **self._special, **extra)
-        except jinja2.TemplateError as e:
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise TemplateError(f"{self._where}: its chat template refuses a conversation of roles ({roles}): {e}") from e
+            return self._template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=generate, **self._special, **extra
+            )
+        except _REFUSALS as e:
+            raise self._refusal(messages, e) from e
+
+    def trace(
+        self,
+        messages: Sequence[Message],
+        trace: Trace,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        generate: bool,
+        **extra: Any,
+    ) -> Pattern | None:
+        """Render messages that hold `Hole`s; None if the holes could not be followed.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        context = self._template.new_context(
+            dict(messages=messages, tools=tools or None, add_generation_prompt=generate, **self._special, **extra)
+        )
+        try:
+            whole = joined(self._template.root_render_func(context))
+        except _REFUSALS as e:
+            raise self._refusal(messages, e) from e
+        if trace.opaque or trace.balance:
+            return None
+        return Pattern(whole.parts if isinstance(whole, Hole) else (whole,), tuple(trace.conditions))
+
+    def _refusal(self, messages: Sequence[Message], e: Exception) -> TemplateError:
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        return TemplateError(f"{self._where}: its chat template refuses a conversation of roles ({roles}): {e}")
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ZeroDivisionError,
+    RecursionError,
+)
+"""what a template raises, on purpose or because it does not expect a message"""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    concat = staticmethod(joined)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}`: its body, in a scope of its own."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 def _raise(message: str) -> NoReturn:

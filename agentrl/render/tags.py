@@ -41,16 +41,38 @@ class TagFormat:
                 return Action(text, tuple(found), tuple(errors), finish_reason, answer=body)
             tool, argument = self.calls[tag]
             if len(found) >= max_calls:
-                errors.append(ParseError("surplus", f"at most {max_calls} calls in one turn; this one was not made: {body[:80]}", match.group()))
+                errors.append(
+                    ParseError(
+                        "surplus",
+                        f"at most {max_calls} calls in one turn; this one was not made: {body[:80]}",
+                        match.group(),
+                    )
+                )
             elif not body:
                 errors.append(ParseError("content", f"<{tag}> is empty", match.group()))
             else:
                 found.append(ToolCall(tool, {argument: body}, f"call_{len(found)}"))
         if not found and not errors and finish_reason is not FinishReason.LENGTH:
-            errors.append(ParseError("structure", f"expected one of {', '.join(f'<{t}>…</{t}>' for t in (*self.calls, self.answer_tag))}", text))
+            errors.append(
+                ParseError(
+                    "structure",
+                    f"expected one of {', '.join(f'<{t}>…</{t}>' for t in (*self.calls, self.answer_tag))}",
+                    text,
+                )
+            )
         return Action(text, tuple(found), tuple(errors), finish_reason)
+
+    def message(self, action: Action) -> Message:
+        """As the policy wrote it."""
+        return {"role": "assistant", "content": action.text}
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """Everything the environment says goes into one `<information>` block."""
-        body = "\n".join(str(m["content"]) for m in messages)
+        body = "\n".join(text_of(m) for m in messages)
         return [("\n<information>", False), (body, True), ("</information>\n", False)]
+
+
+def text_of(message: Message) -> str:
+    """The text of a message's content, images left out."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(p.get("text", "")) for p in content)

@@ -1,49 +1,80 @@
-"""The shared mechanism: a delta that is proven against the model's own template, or a new segment; never a guess (design §5.1).
-
-For new messages M the template renders a synthetic conversation `user, assistant(P)` with and without M. What follows the placeholder
-P in the longer one, `tail(M)`, must start with what follows it in the shorter one (the assistant's end), and must not depend on the
-synthetic history: it is computed over two different histories, once per shape of M, and compared. Then `tail(M)` is exactly what the
-template puts between an assistant turn and the next, whatever was said before.
-"""
+"""The renderer: a conversation to ids, a delta that is proven against the model's own template or a new segment, ids to an action."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, Literal
 
 from agentrl.errors import TemplateError
-from agentrl.render.base import ActionFormat, Delta, Pieces
+from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.jinja import ChatTemplate
+from agentrl.render.proof import KINDS, PLACEHOLDER, Proof, Prover, kind_of
+from agentrl.render.scaffold import Scaffold, cut, merged
+from agentrl.render.shape import shape_of
+from agentrl.render.shield import Shield
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Action, FinishReason, Message, Provenance
 
-_P = "Placeholder7d1f"
-_HISTORIES: tuple[list[Message], ...] = (
-    [{"role": "user", "content": "a"}],
-    [{"role": "user", "content": "first question"}, {"role": "assistant", "content": "an answer"}, {"role": "user", "content": "b"}],
-)
+GENERIC = Family("generic", (), "hermes")
+_CACHE = 4096
 
 
 class Renderer:
     """Token ids for one model's conversations in one action format."""
 
-    def __init__(self, tokenizer: Tokenizer, action_format: ActionFormat, *, where: str = "the model", family: str = "generic", **template_args: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        action_format: ActionFormat,
+        *,
+        where: str = "the model",
+        family: Family = GENERIC,
+        history: HistoryPolicy = "append",
+        raw_content: bool = False,
+        surplus: Literal["error", "ignore", "refuse"] = "error",
+        now: datetime | None = None,
+        **template_args: Any,
+    ) -> None:
         """`template_args` go to the template (enable_thinking=False, …).
 
+        `raw_content`: added tokens inside content count as such, as in the template's own rendering: tool output can then speak as
+        the user. `surplus`: calls over the limit become errors, are left out, or make all calls of the turn be refused.
+
         Raises:
-            TemplateError: no chat template, or one that cannot render a user and an assistant turn.
+            TemplateError: no chat template, one that cannot render a user and an assistant turn, or a tokenizer without its tokens.
         """
         self.tokenizer = tokenizer
         self.format = action_format
-        self.family = family
+        self.family = family.name
+        self.history_policy = history
+        self.new_segments: Counter[str] = Counter()
+        """why new segments opened, and how often"""
+        self._family = family
+        self._surplus = surplus
         self._args = template_args
-        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special, where)
-        self._shapes: dict[tuple[Any, ...], str | None] = {}
-        self._scaffolds: dict[tuple[Any, ...], list[int]] = {}
-        self.end_token = self._find_end_token(where)
-        """the added token that ends an assistant turn"""
-        self.end_id = tokenizer.added[self.end_token]
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special, where, now=now)
+        self._shield = Shield(tokenizer, raw_content)
+        self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
+        self._inline: dict[int, tuple[list[int], ...]] = {}
+        written = _written_ends(self._template, tokenizer, family, template_args, where)
+        known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
+        self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}
+        """tokens that end an assistant's turn"""
+        self._header_ids = frozenset(tokenizer.added[t] for t in (family.headers or ()) if t in tokenizer.added)
+        stops = [
+            *(known or written),
+            *(t for t in (*family.other_stops, tokenizer.special.get("eos_token", "")) if t in tokenizer.added),
+        ]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(tokenizer.added[t] for t in stops))
+        """stop tokens for the engine"""
+        self._last_ids = frozenset((*self.stop_token_ids, *self.ends.values()))
+        self.prefill = _prefill(self._template, family, template_args)
+        """what the template writes at the beginning of the assistant's turn in the policy's place: an open `<think>`"""
+        self._prover = Prover(self._template, tuple(self.ends), template_args, family.adapt)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -51,119 +82,200 @@ class Renderer:
         return self.format.stop
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Stop tokens for the engine: the end of the assistant's turn."""
-        return (self.end_id,)
+    def end_id(self) -> int:
+        """The token that ends an assistant's turn (the first, where a family has several)."""
+        return next(iter(self.ends.values()))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Pieces:
-        """The first context: the model's own rendering of the conversation, ready for the first generation."""
-        text, base = self._render(messages, tools if self.format.needs_tools else None)
+        """The first context: the model's own rendering of the conversation, ready for the first generation.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        listed = list(tools) if self.format.needs_tools else []
+        adapted, listed, base = self._shield.conversation(self._family.adapt(messages), listed)
+        text = self._template.render(adapted, tools=listed, generate=True, **self._args)
         return ((Provenance.PROMPT, tuple(self.tokenizer.encode_shielded(text, base))),)
 
-    def delta(self, messages: Sequence[Message], sampled: Sequence[int]) -> Delta:
+    def delta(
+        self,
+        messages: Sequence[Message],
+        sampled: Sequence[int],
+        *,
+        history: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Delta:
         """What follows the ids just sampled: observation and the next header. `messages` may not be empty.
 
-        Returns a Delta with `new_segment` set (and no pieces) if the template cannot be proven for messages of this shape: the caller
-        then renders the whole conversation anew.
+        `history` (the messages before the assistant's turn) and `tools` (given to `prompt`) allow more: without them the delta is
+        proven for every history, with and without tools. Returns a Delta with `new_segment` set (and no pieces) where the template
+        cannot be proven, or the history policy says so: the caller then renders the whole conversation anew.
         """
         if self.format.inline:
-            return Delta(self._inline(messages))
-        shape = tuple((m["role"], bool(m.get("tool_calls"))) for m in messages)
-        if shape not in self._shapes:
-            self._shapes[shape] = self._prove(messages)
-        reason = self._shapes[shape]
+            return Delta(self._inline_pieces(messages))
+        adapted = self._family.adapt(messages)
+        kinds = KINDS if history is None else (kind_of(history),)
+        with_tools = self._with_tools(tools)
+        proof, scaffold, contents = self._proven(adapted, kinds, with_tools)
+        reason, lead = self._join(sampled, proof)
         if reason is not None:
+            self.new_segments[reason] += 1
             return Delta((), new_segment=reason)
-        shielded, base = self._shield(messages)
-        ids = self.tokenizer.encode_shielded(self._after_end(_HISTORIES[0], shielded), base)
-        body = self._split(ids, shape, messages)
-        ended = bool(sampled) and sampled[-1] == self.end_id
-        return Delta(body if ended else ((Provenance.FORCED, (self.end_id,)), *body))
+        body = scaffold.pieces(contents) if scaffold is not None and not self._shield.raw else None
+        if body is None:
+            body = self._rendered(adapted, kinds[0], proof)
+        return Delta(merged((*lead, *body)))
 
     def parse(self, ids: Sequence[int], finish_reason: FinishReason, max_calls: int) -> Action:
-        """The action in sampled ids (an end token at their end is not part of its text)."""
-        body = ids[:-1] if ids and ids[-1] == self.end_id else ids
-        return self.format.parse(self.tokenizer.decode(body), finish_reason, max_calls)
+        """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token."""
+        body = ids[:-1] if ids and ids[-1] in self._last_ids else ids
+        action = self.format.parse(self.prefill + self.tokenizer.decode(body), finish_reason, max_calls)
+        if self._surplus == "error" or all(e.kind != "surplus" for e in action.errors):
+            return action
+        if self._surplus == "refuse":
+            return replace(action, calls=())
+        return replace(action, errors=tuple(e for e in action.errors if e.kind != "surplus"))
 
-    # -- the template ------------------------------------------------------------------------------------------------
+    def message(self, action: Action) -> Message:
+        """The policy's turn as a message of the conversation, for rendering it anew."""
+        return self.format.message(action)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, int]:
-        shielded, base = self._shield(messages)
-        return self._template.render(shielded, tools=tools, generate=True, **self._args), base
+    def proof(
+        self,
+        messages: Sequence[Message],
+        *,
+        history: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Proof:
+        """What is proven about messages of this shape."""
+        kinds = KINDS if history is None else (kind_of(history),)
+        return self._proven(self._family.adapt(messages), kinds, self._with_tools(tools))[0]
 
-    def _shield(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
-        """Shield the contents of all messages that are not the model's own."""
-        mine = [i for i, m in enumerate(messages) if m["role"] != "assistant" and isinstance(m["content"], str)]
-        texts, base = self.tokenizer.shield([messages[i]["content"] for i in mine])
-        out = list(messages)
-        if base:
-            for i, text in zip(mine, texts, strict=True):
-                out[i] = {**messages[i], "content": text}
-        return out, base
+    def check(self, roles: Sequence[str] = ("user", "assistant", "tool")) -> None:
+        """Refuse before the first episode what would fail in it.
 
-    def _find_end_token(self, where: str) -> str:
-        text = self._template.render([*_HISTORIES[0], {"role": "assistant", "content": _P}], tools=None, generate=False, **self._args)
-        tail = text.rpartition(_P)[2]
-        found = next((t for t in sorted(self.tokenizer.added, key=len, reverse=True) if tail.lstrip().startswith(t)), None)
-        if not text.count(_P) or found is None:
-            raise TemplateError(
-                f"{where}: its chat template does not end an assistant turn with a special token of its tokenizer (it ends with {tail[:40]!r}); "
-                "such a model cannot be rendered token-exactly"
-            )
-        return found
+        Raises:
+            TemplateError: the template does not know one of these roles.
+        """
+        for role in roles:
+            if role in ("user", "assistant"):
+                continue
+            message: Message = {
+                "role": role,
+                "content": "x",
+                **({"name": "f", "tool_call_id": "abcdefgh0"} if role == "tool" else {}),
+            }
+            if role == "system":
+                self._template.render(
+                    self._family.adapt([message, {"role": "user", "content": "x"}]),
+                    tools=None,
+                    generate=True,
+                    **self._args,
+                )
+            elif (
+                proof := self.proof([message], history=[{"role": "user", "content": "x"}], tools=())
+            ).reason is not None:
+                raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {proof.reason}")
 
-    def _tail(self, history: Sequence[Message], messages: Sequence[Message], *, generate: bool) -> str:
-        assistant = {"role": "assistant", "content": _P}
-        text = self._template.render([*history, assistant, *messages], tools=None, generate=generate, **self._args)
-        return text.rpartition(_P)[2]
-
-    def _after_end(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
-        """`tail(M)` without the end token it starts with."""
-        return self._tail(history, messages, generate=True).partition(self.end_token)[2]
-
-    def _prove(self, messages: Sequence[Message]) -> str | None:
-        """None if tail(M) is proven for this shape, else why not."""
-        probe = [{**m, "content": f"probe {i}"} for i, m in enumerate(messages)]
-        tails = []
-        for history in _HISTORIES:
-            try:
-                end, tail = self._tail(history, [], generate=False), self._tail(history, probe, generate=True)
-            except TemplateError as e:
-                return str(e)
-            if not end.strip() or not tail.startswith(end):
-                return f"the template renders an assistant turn differently once {messages[0]['role']} follows it"
-            if not all(m["content"] in tail for m in probe):
-                return "the template leaves content out"
-            tails.append(tail)
-        return None if len(set(tails)) == 1 else "the template's text between turns depends on the history"
+    def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
+        """With tools in the prompt the tail must be the one without them: a template that moves its list of tools rewrites history."""
+        return (False, True) if self.format.needs_tools and (tools is None or tools) else (False,)
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 
-    def _split(self, ids: list[int], shape: tuple[Any, ...], messages: Sequence[Message]) -> Pieces:
-        """Provenance by what the same scaffold without content begins and ends with."""
-        if shape not in self._scaffolds:
-            empty = [{**m, "content": "\x00"} for m in messages]
-            self._scaffolds[shape] = self.tokenizer.encode(self._after_end(_HISTORIES[0], empty))
-        return _pieces(ids, self._scaffolds[shape])
+    def _proven(
+        self, messages: Sequence[Message], kinds: Sequence[str], tools: Sequence[bool]
+    ) -> tuple[Proof, Scaffold | None, list[str]]:
+        shape, texts, _ = shape_of(messages)
+        key = (shape, kinds, tools)
+        known = self._proofs.get(key)
+        if known is None:
+            if len(self._proofs) >= _CACHE:
+                self._proofs.clear()
+            proof = self._prover.prove(messages, kinds, tools)
+            scaffold = Scaffold(proof.pattern, self.tokenizer) if proof.pattern is not None else None
+            known = self._proofs[key] = proof, scaffold
+        return *known, texts
 
-    def _inline(self, messages: Sequence[Message]) -> Pieces:
+    def _join(self, sampled: Sequence[int], proof: Proof) -> tuple[str | None, Pieces]:
+        """A reason for a new segment, or what leads from the sampled ids to the tail: its end token, unless it was sampled."""
+        if proof.reason is not None:
+            return proof.reason, ()
+        if proof.strips and self.history_policy == "rerender":
+            return "the template drops earlier thinking", ()
+        last, end = (sampled[-1] if sampled else None), self.ends[proof.end]
+        if last == end:
+            return None, ()
+        header = end in self._header_ids
+        if last in self._header_ids:
+            return f"the policy ended its turn with another header than {proof.end}", ()
+        if last in self.ends.values():
+            if self.history_policy == "rerender" or header:
+                return f"the template ends the turn with {proof.end}, the policy did with another token", ()
+            return None, ()
+        return None, ((Provenance.TEMPLATE if header else Provenance.FORCED, (end,)),)
+
+    def _rendered(self, messages: Sequence[Message], kind: str, proof: Proof) -> Pieces:
+        """The tail of messages that cannot be spliced; all but its common ends with the bare scaffold is content."""
+        shielded, _, base = self._shield.conversation(messages, [])
+        ids = self.tokenizer.encode_shielded(self._prover.render_tail(shielded, kind, proof), base)
+        bare = [{**m, "content": "\x00"} if isinstance(m.get("content"), str) else m for m in shielded]
+        scaffold = self.tokenizer.encode_shielded(self._prover.render_tail(bare, kind, proof), base)
+        n = min(len(ids), len(scaffold))
+        head = next((i for i in range(n) if ids[i] != scaffold[i]), n)
+        tail = next((i for i in range(n - head) if ids[-1 - i] != scaffold[-1 - i]), n - head)
+        return merged(cut(ids, ids[:head], ids[len(ids) - tail :] if tail else ()))
+
+    def _inline_pieces(self, messages: Sequence[Message]) -> Pieces:
+        """An observation inside the assistant's turn: literals and contents, encoded as one section each between added tokens."""
         parts = self.format.inline_parts(messages)
-        contents, base = self.tokenizer.shield([t for t, is_content in parts if is_content])
+        contents, base = self._shield.texts([t for t, is_content in parts if is_content])
         rest = iter(contents)
         ids = self.tokenizer.encode_shielded("".join(next(rest) if is_content else t for t, is_content in parts), base)
-        key = ("inline", len(parts))
-        if key not in self._scaffolds:
-            self._scaffolds[key] = self.tokenizer.encode("".join("\x00" if is_content else t for t, is_content in parts))
-        return _pieces(ids, self._scaffolds[key])
+        key = len(parts)
+        if key not in self._inline:
+            self._inline[key] = self.tokenizer.encode(parts[0][0]), self.tokenizer.encode(parts[-1][0])
+        return merged(cut(ids, *self._inline[key]))
 
 
-def _pieces(ids: list[int], scaffold: list[int]) -> Pieces:
-    n = min(len(ids), len(scaffold))
-    head = next((i for i in range(n) if ids[i] != scaffold[i]), n)
-    tail = next((i for i in range(n - head) if ids[-1 - i] != scaffold[-1 - i]), n - head)
-    cut = (ids[:head], ids[head : len(ids) - tail], ids[len(ids) - tail :])
-    kinds = (Provenance.TEMPLATE, Provenance.OBSERVATION, Provenance.TEMPLATE)
-    return tuple((k, tuple(c)) for k, c in zip(kinds, cut, strict=True) if c)
+def _written_ends(
+    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any], where: str
+) -> list[str]:
+    """The added tokens that the template writes after an assistant's text, last in the conversation or not.
+
+    Raises:
+        TemplateError: none; or the template refuses the plainest conversation.
+    """
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}
+    found: list[str] = []
+    tail = ""
+    for conversation in ([user, assistant], [user, assistant, user]):
+        text = template.render(family.adapt(conversation), tools=None, generate=False, **args)
+        if PLACEHOLDER not in text:
+            raise TemplateError(f"{where}: its chat template leaves the assistant's text out")
+        tail = text.rpartition(PLACEHOLDER)[2]
+        match = tokenizer.pattern.search(tail)
+        if match is not None and not tail[: match.start()].strip():
+            found.append(match.group())
+    if not found:
+        missing = re.match(r"\s*(<\S+?>|\[\S+?\])", tail)
+        hint = f"; the tokenizer does not know {missing.group(1)!r} as a special token" if missing else ""
+        raise TemplateError(
+            f"{where}: its chat template does not end an assistant turn with a special token of its tokenizer (it ends with {tail[:40]!r}){hint}; "
+            "such a model cannot be rendered token-exactly"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _prefill(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> str:
+    """The open `<think>` with which the template begins the assistant's turn, if it does."""
+    user, assistant = {"role": "user", "content": "Question5e21"}, {"role": "assistant", "content": PLACEHOLDER}
+    asked = template.render(family.adapt([user]), tools=None, generate=True, **args).rpartition("Question5e21")[2]
+    whole = template.render(family.adapt([user, assistant, user]), tools=None, generate=False, **args)
+    header = whole.partition("Question5e21")[2].partition(PLACEHOLDER)[0]
+    added = asked.removeprefix(header) if asked.startswith(header) else asked
+    at = added.rfind("<think>")
+    return added[at:] if at >= 0 and "</think>" not in added[at:] else ""
 
 
 def strip_control(text: str) -> str:

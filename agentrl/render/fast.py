@@ -1,0 +1,137 @@
+"""A faster encoder for byte-level BPE, used only where its ids are the tokenizer's own.
+
+Byte-level BPE cuts a text into words with a regular expression and encodes each word alone, so ids of words can be kept. The words
+themselves are encoded by the tokenizer; what has to be proven is that `regex` cuts a text where the tokenizer does. Structure: the
+tokenizer's JSON must say exactly 'BPE, one Split on one pattern, ByteLevel, at most an NFC normaliser' (or GPT-2's ByteLevel alone).
+Characters: both engines run the same pattern, so they can only differ in what class they put a character in; every character is
+tried in all kinds of company before the first text that holds it is encoded here, and texts that hold one that differs go the slow way.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tokenizers
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_MAX_WORDS = 200_000
+_COMPANY = (
+    "a{}b",
+    "{}",
+    "1{}2",
+    " {} ",
+    "A{}",
+    "\n{}\n",
+    ".{}.",
+    "'{}",
+    "{}{}",
+    "\t{}a",
+    "/{}\r\n",
+    "\u4e2d{}\u4e2d",
+    "é{} x",
+)
+_PROBES = (
+    "I'll say 'it's' WE'RE  3,141.59  \n\n  end.\r\n\tdef f(x):\n\t\treturn {'a': [1, 2]}  # ok\n",
+    "Größe naïve Ελληνικά русский 中文字符 日本語テキスト 한국어 हिन्दी العربية 😀👩‍👩‍👧 e\u0301 \u00a0\u3000x\u2028y",
+    '<|im_end|>\n<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"q": "1\\n2"}}</tool_call>   ',
+)
+
+
+class FastEncoder:
+    """Ids of content, word by word, from a cache."""
+
+    def __init__(self, plain: tokenizers.Tokenizer, pattern: Any) -> None:
+        self._plain = plain
+        self._findall = pattern.findall
+        self._normalize = plain.normalizer.normalize_str if plain.normalizer is not None else None
+        self._split = plain.pre_tokenizer.pre_tokenize_str
+        self._words: dict[str, tuple[int, ...]] = {}
+        self._good: set[str] = set()
+        self._bad: set[str] = set()
+
+    @classmethod
+    def build(cls, plain: tokenizers.Tokenizer) -> FastEncoder | None:
+        """The encoder for a tokenizer without added tokens, or None if it is not of the one proven structure."""
+        source = _pattern(plain)
+        if source is None:
+            return None
+        try:
+            import regex  # type: ignore[import-untyped]
+
+            encoder = cls(plain, regex.compile(source))
+        except (ImportError, ValueError):
+            return None
+        for probe in _PROBES:
+            if encoder.encode(probe) not in (None, plain.encode(probe, add_special_tokens=False).ids):
+                return None
+        return encoder
+
+    def encode(self, text: str) -> list[int] | None:
+        """The ids, or None where the tokenizer itself must be asked."""
+        if not text.isascii() and self._normalize is not None:
+            text = self._normalize(text)
+        if not self._good.issuperset(text) and not self._learn(set(text) - self._good):
+            return None
+        ids: list[int] = []
+        words = self._words
+        for word in self._findall(text):
+            known = words.get(word)
+            if known is None:
+                known = tuple(self._plain.encode(word, add_special_tokens=False).ids)
+                if len(words) >= _MAX_WORDS:
+                    words.clear()
+                if len(word) <= 64:
+                    words[word] = known
+            ids += known
+        return ids
+
+    def _learn(self, chars: set[str]) -> bool:
+        """Try new characters; False if one of the text's is cut differently."""
+        for char in chars - self._bad:
+            alike = all(self._same(company.replace("{}", char)) for company in _COMPANY)
+            (self._good if alike else self._bad).add(char)
+        return not chars & self._bad
+
+    def _same(self, text: str) -> bool:
+        """Do both cut this text at the same places (and lose none of it)?"""
+        words = self._findall(text)
+        ends: list[int] = []
+        for word in words:
+            ends.append((ends[-1] if ends else 0) + len(word))
+        theirs = [end for _, (_, end) in self._split(text)]
+        return "".join(words) == text and ends == theirs
+
+
+def part_state(part: Any) -> dict[str, Any]:
+    """The JSON form of one part of a tokenizer."""
+    state: dict[str, Any] = json.loads(part.__getstate__())
+    return state
+
+
+def _pattern(plain: tokenizers.Tokenizer) -> str | None:
+    """The pattern that cuts a text into words, if the tokenizer is of the proven structure."""
+    model = plain.model
+    if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    if plain.pre_tokenizer is None or (
+        plain.normalizer is not None and part_state(plain.normalizer).get("type") != "NFC"
+    ):
+        return None
+    pre = part_state(plain.pre_tokenizer)
+    steps = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    if any(s.get("type") == "ByteLevel" and s.get("add_prefix_space") for s in steps):
+        return None
+    if len(steps) == 1 and steps[0].get("type") == "ByteLevel" and steps[0].get("use_regex", True):
+        return _GPT2
+    if (
+        len(steps) == 2
+        and steps[0].get("type") == "Split"
+        and steps[1].get("type") == "ByteLevel"
+        and not steps[1].get("use_regex", True)
+    ):
+        split = steps[0]
+        source = split["pattern"].get("Regex")
+        if split.get("behavior") == "Isolated" and not split.get("invert") and source:
+            return str(source)
+    return None

@@ -1,0 +1,260 @@
+"""The incremental scanner that the action formats share: thinking, call blocks between two markers, and everything else.
+
+A parser is fed text in pieces of any size and gives the same Action for the same whole text. It is total: nothing makes it raise.
+Faults of markup are errors of kind 'structure', faults inside a call 'content', calls over the limit 'surplus'. Calls inside thinking
+are not calls, also when the `<think>` itself was not part of the text (a lone `</think>` closes what came before it).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
+
+Read = tuple[str, dict[str, Any], str | None] | ParseError
+"""(name, arguments, id or None) of one call, or what is wrong with it"""
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Calls between an opening and a closing marker; a subclass says how a block's body is read."""
+
+    name: str
+    open: str
+    close: str | None = None
+    """None: a block reaches to the end of the text"""
+    stop: tuple[str, ...] = ()
+    inline: bool = False
+    needs_tools: bool = True
+    wrappers: tuple[str, ...] = ()
+    """markers around blocks that mean nothing by themselves"""
+
+    def read(self, body: str) -> list[Read]:
+        """The calls in one block."""
+        raise NotImplementedError
+
+    def read_bare(self, visible: str) -> list[Read] | None:
+        """Calls in a text without blocks; None: it is no call."""
+        return None
+
+    def call_id(self, index: int) -> str:
+        """The id of a call that brought none."""
+        return f"call_{index}"
+
+    def parser(self, max_calls: int) -> BlockParser:
+        """A parser to be fed."""
+        return BlockParser(self, max_calls)
+
+    def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
+        """Read a whole text."""
+        parser = self.parser(max_calls)
+        parser.feed(text)
+        return parser.finish(finish_reason)
+
+    def message(self, action: Action) -> Message:
+        """As the policy wrote it: calls are not serialised anew."""
+        return {"role": "assistant", "content": action.text}
+
+    def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """Observations of these formats open a new turn."""
+        raise TypeError(f"the {self.name} format is not inline")
+
+
+class BlockParser:
+    """Reads one generation, piece by piece."""
+
+    def __init__(self, fmt: BlockFormat, max_calls: int) -> None:
+        self._format = fmt
+        self._max_calls = max_calls
+        self._text = ""
+        self._at = 0
+        """all before it has been read"""
+        self._mode = "text"
+        self._visible: list[str] = []
+        self.calls: list[ToolCall] = []
+        """so far; a later `</think>` may show that they were thought, not made"""
+        self.errors: list[ParseError] = []
+        self._opening = re.compile("|".join(map(re.escape, (_THINK_OPEN, _THINK_CLOSE, fmt.open))))
+        self._longest = max(map(len, (_THINK_CLOSE, fmt.open, fmt.close or ""))) - 1
+        self._seen = 0
+
+    def feed(self, text: str) -> None:
+        """The next piece."""
+        self._text += text
+        while self._step():
+            pass
+        self._seen = max(self._at, len(self._text) - self._longest)
+
+    def finish(self, finish_reason: FinishReason) -> Action:
+        """The action, now that nothing follows."""
+        cut = finish_reason is FinishReason.LENGTH
+        while self._mode == "block":
+            self._mode = "text"
+            self._close(self._text[self._at :], closed=self._format.close is None, cut=cut)
+        if self._mode == "text":
+            self._visible.append(self._text[self._at :])
+        visible = "".join(self._visible)
+        for marker in self._format.wrappers:
+            visible = visible.replace(marker, "")
+        if not self.calls and not self.errors and not cut:
+            self._add(self._format.read_bare(visible) or [])
+        answer = None if self.calls or self.errors or cut else answer_in(visible)
+        return Action(self._text, tuple(self.calls), tuple(self.errors), finish_reason, answer=answer)
+
+    def _step(self) -> bool:
+        """Read up to the next marker; False if it is not there yet."""
+        start = max(self._at, self._seen)
+        if self._mode == "think":
+            at = self._text.find(_THINK_CLOSE, start)
+            if at >= 0:
+                self._go(at + len(_THINK_CLOSE), "text")
+            return at >= 0
+        if self._mode == "block":
+            at = self._text.find(self._format.close, start) if self._format.close is not None else -1
+            if at >= 0:
+                body, end = self._text[self._at : at], at + len(self._format.close or "")
+                self._go(end, "text")
+                self._close(body, closed=True, cut=False)
+            return at >= 0
+        match = self._opening.search(self._text, start)
+        if match is None:
+            return False
+        self._visible.append(self._text[self._at : match.start()])
+        if match.group() == _THINK_CLOSE:
+            self._forget()
+        self._go(match.end(), {_THINK_OPEN: "think", _THINK_CLOSE: "text"}.get(match.group(), "block"))
+        return True
+
+    def _go(self, at: int, mode: str) -> None:
+        self._at, self._seen, self._mode = at, 0, mode
+
+    def _close(self, body: str, *, closed: bool, cut: bool) -> None:
+        """A block has ended, at its closing marker or (not `closed`) at the end of the text."""
+        read = self._format.read(body) if closed else []
+        broken = not closed or any(isinstance(r, ParseError) for r in read)
+        if broken and self._format.open in body:
+            first, _, rest = body.partition(self._format.open)
+            self._unclosed(first)
+            self._close(rest, closed=closed, cut=cut)
+        elif broken and _THINK_CLOSE in body:
+            self._unclosed(body)
+        elif closed:
+            self._add(read)
+        elif not cut:
+            self.errors.append(ParseError("structure", f"{self._format.open} is not closed", body))
+        if not closed:
+            self._at = len(self._text)
+
+    def _unclosed(self, body: str) -> None:
+        """A block that another one, or the end of thinking, cut off."""
+        if _THINK_CLOSE in body:
+            self._forget()
+            self._visible.append(body.rpartition(_THINK_CLOSE)[2])
+        else:
+            self.errors.append(ParseError("structure", f"{self._format.open} is not closed", body))
+
+    def _forget(self) -> None:
+        self._visible.clear()
+        self.calls.clear()
+        self.errors.clear()
+
+    def _add(self, read: Sequence[Read]) -> None:
+        for item in read:
+            if isinstance(item, ParseError):
+                self.errors.append(item)
+            elif len(self.calls) >= self._max_calls:
+                self.errors.append(
+                    ParseError(
+                        "surplus",
+                        f"at most {self._max_calls} calls in one turn; this one was not made: {item[0][:80]}",
+                        item[0],
+                    )
+                )
+            else:
+                self.calls.append(ToolCall(item[0], item[1], item[2] or self._format.call_id(len(self.calls))))
+
+
+def answer_in(visible: str) -> str:
+    """The text of an answer tag, else all that was said."""
+    found = _ANSWER.findall(visible)
+    return str(found[-1] if found else visible).strip()
+
+
+def read_json(text: str) -> Any:
+    """JSON as policies write it (raw newlines in strings are accepted), or a ParseError."""
+    try:
+        value = json.loads(text, strict=False, parse_constant=_no_constant)
+    except RecursionError:
+        return ParseError("content", "the call is nested too deeply", text)
+    except ValueError as e:
+        return ParseError("content", f"the call is not JSON: {e}", text)
+    return value
+
+
+def read_arguments(name: str, value: Any, text: str, call_id: str | None = None) -> Read:
+    """Arguments (an object, or one written as a string) as a call of `name`."""
+    if isinstance(value, str):
+        inner = read_json(value)
+        value = value if isinstance(inner, ParseError) else inner
+    if not isinstance(value, dict):
+        return ParseError(
+            "content",
+            f"arguments of {name[:80]!r} must be an object, found {'none' if value is None else type(value).__name__}",
+            text,
+        )
+    if not name.strip():
+        return ParseError("content", "the call has no name", text)
+    if _SURROGATE.search(name) or not _encodable(value):
+        return ParseError("content", "the call holds half of a surrogate pair, which is no character", text)
+    return name.strip(), value, call_id
+
+
+def read_call(body: str) -> Read:
+    """`{"name": …, "arguments": {…}}` (or `parameters`)."""
+    value = read_json(body)
+    return value if isinstance(value, ParseError) else call_of(value, body)
+
+
+def call_of(value: Any, text: str) -> Read:
+    """The call that a JSON value says, or what is wrong with it."""
+    if not isinstance(value, dict):
+        return ParseError(
+            "content", f"the call must be an object with name and arguments, found {type(value).__name__}", text
+        )
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        return ParseError("content", "the call has no name", text)
+    call_id = value.get("id")
+    arguments = value["arguments"] if "arguments" in value else value.get("parameters")
+    return read_arguments(name, arguments, text, call_id if isinstance(call_id, str) and call_id else None)
+
+
+def as_tool_calls(action: Action) -> list[dict[str, Any]]:
+    """The calls as chat templates take them."""
+    return [
+        {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in action.calls
+    ]
+
+
+def spoken(text: str, markers: Callable[[str], str] = str) -> str:
+    """The text less its thinking."""
+    return markers(re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition(_THINK_CLOSE)[2])
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError, ValueError):
+        return False
+    return True
