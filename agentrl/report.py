@@ -33,7 +33,7 @@ class Report:
         if config.run.tensorboard:
             from tensorboard.summary import Writer
 
-            self._board = Writer(str(folder / "tensorboard"), filename_suffix=f".from{step}")
+            self._board = Writer(str(folder / "tensorboard"))
 
     def count(self, groups: Sequence[Group], table: CauseTable) -> None:
         """Add a rollout's episodes and causes."""

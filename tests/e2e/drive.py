@@ -1,0 +1,62 @@
+"""Runs `agentrl train` and, if told so, dies of SIGKILL at a chosen moment: `drive.py WHEN STEP WORDS…`, WHEN = never | rollout | train."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+
+from agentrl.cli import main
+from agentrl.episode import EpisodeRunner
+from agentrl.train.megatron import MegatronTrainer
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_rollout(ordinal: int) -> None:
+    """Die when the episode of that ordinal is over, while its siblings run."""
+    run = EpisodeRunner.run
+
+    async def dying(self, spec):
+        trajectory = await run(self, spec)
+        if spec.index == ordinal and not spec.prefix:
+            die()
+        await asyncio.sleep(0)
+        return trajectory
+
+    EpisodeRunner.run = dying
+
+
+def kill_in_train(number: int) -> None:
+    """Die while the trainer works on its step of that number."""
+    step, calls = MegatronTrainer.step, [0]
+
+    def dying(self, rows, loss, lr):
+        calls[0] += 1
+        if calls[0] < number:
+            return step(self, rows, loss, lr)
+        sent = threading.Event()
+        connection = self.workers.connections[0]
+        send = type(connection).send
+
+        def noted(conn, message):
+            send(conn, message)
+            sent.set()
+
+        type(connection).send = noted
+        threading.Thread(target=step, args=(self, rows, loss, lr), daemon=True).start()
+        sent.wait(60)
+        return die()
+
+    MegatronTrainer.step = dying
+
+
+if __name__ == "__main__":
+    when, at = sys.argv[1], int(sys.argv[2])
+    if when == "rollout":
+        kill_in_rollout(at)
+    elif when == "train":
+        kill_in_train(at)
+    sys.exit(main(sys.argv[3:]))

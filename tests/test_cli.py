@@ -1,0 +1,154 @@
+"""Bad input: one clear sentence, exit status 2, nothing overwritten, nothing started."""
+
+import json
+
+import pytest
+
+from agentrl.cli import main
+from agentrl.config import FIELDS
+from agentrl.flags import REFUSED
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SLIME_FLAGS = ["--actor-num-nodes", "--actor-num-gpus-per-node", "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--colocate", "--hf-checkpoint", "--load", "--save", "--save-interval", "--prompt-data", "--input-key", "--label-key", "--apply-chat-template", "--num-rollout", "--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size", "--num-steps-per-rollout", "--micro-batch-size", "--max-tokens-per-gpu", "--advantage-estimator", "--use-kl-loss", "--kl-loss-coef", "--kl-loss-type", "--entropy-coef", "--eps-clip", "--eps-clip-high", "--calculate-per-token-loss", "--normalize-advantages", "--use-tis", "--tis-threshold", "--true-on-policy-mode", "--rollout-temperature", "--rollout-max-response-len", "--rollout-max-context-len", "--over-sampling-batch-size", "--partial-rollout", "--async-buffer-size", "--update-weights-interval", "--eval-interval", "--eval-prompt-data", "--n-samples-per-eval-prompt", "--eval-temperature", "--custom-generate-function-path", "--custom-rm-path", "--group-rm", "--rm-type", "--max-turns", "--use-fault-tolerance", "--recompute-activations", "--sequence-parallel", "--num-data-workers", "--streaming-data", "--lr", "--seed", "--debug-rollout-only", "--debug-train-only", "--save-debug-rollout-data", "--load-debug-rollout-data"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(here):
+    """A folder with a tokenizer and a config, enough for everything that is checked before the weights are read."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    folder = here / "model"
+    folder.mkdir()
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 512}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+def refused(capsys, *words):
+    """Run; return the one sentence."""
+    assert main([*words]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    return captured.err
+
+
+def test_missing_data_file(here, model, capsys):
+    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "nowhere.jsonl")
+    assert "no data file nowhere.jsonl" in err
+    assert not (here / "runs").exists()
+
+
+def test_malformed_row_names_its_line(here, model, capsys):
+    (here / "d.jsonl").write_text('{"question": "q", "golden_answers": ["a"]}\n{"question": \n')
+    assert "d.jsonl, line 2: not JSON" in refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+
+
+def test_label_of_the_wrong_type(here, model, capsys):
+    (here / "d.jsonl").write_text('{"question": "q", "golden_answers": ["a"]}\n{"question": "q", "golden_answers": 5}\n')
+    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    assert "d.jsonl, line 2" in err and "label must be" in err and "5" in err
+
+
+def test_missing_column_suggests(here, model, capsys):
+    (here / "d.jsonl").write_text('{"questions": "q", "golden_answers": ["a"]}\n')
+    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    assert "no column 'question'" in err and "did you mean 'questions'" in err
+
+
+def test_unknown_flag_suggests(here, capsys):
+    assert "unknown flag --rollout-batchsize; did you mean 'rollout-batch-size'" in refused(capsys, "train", "--rollout-batchsize", "3")
+
+
+def test_unknown_env_suggests(here, capsys):
+    assert "unknown env 'search_r2'; did you mean 'search_r1'" in refused(capsys, "train", "--env", "search_r2")
+
+
+def test_unknown_env_argument_suggests(here, model, capsys):
+    err = refused(capsys, "train", "--model", str(model), "--env-arg", "retrever=bm25")
+    assert "takes no argument 'retrever'; did you mean 'retriever'" in err
+
+
+def test_batch_equation_prints_both_sides(here, capsys):
+    err = refused(capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16")
+    assert "3 × 8 = 24" in err and "16 × 1 = 16" in err
+
+
+def test_value_of_the_wrong_type_names_the_flag(here, capsys):
+    err = refused(capsys, "train", "--num-rollout", "many")
+    assert "--num-rollout" in err and "'many'" in err
+
+
+def test_model_without_chat_template(here, model, capsys):
+    (model / "tokenizer_config.json").write_text("{}")
+    assert "no chat template" in refused(capsys, "train", "--model", str(model))
+
+
+def test_no_such_model(here, capsys):
+    assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
+
+
+def test_run_folder_exists(here, model, capsys):
+    run = here / "run"
+    run.mkdir()
+    (run / "precious").write_text("kept")
+    err = refused(capsys, "train", "--model", str(model), "--run", str(run))
+    assert "exists already" in err and "--resume" in err
+    assert [p.name for p in run.iterdir()] == ["precious"]
+
+
+def test_unknown_key_in_toml_says_where_it_belongs(here, capsys):
+    (here / "c.toml").write_text("[train]\nrollout_batch_size = 3\n")
+    assert "it belongs in [rollout]" in refused(capsys, "train", "--config", "c.toml")
+
+
+def test_top_p_is_refused_unless_opted_in(here, capsys):
+    assert "--allow-truncated-sampling" in refused(capsys, "train", "--rollout-top-p", "0.9")
+
+
+def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
+    assert main(["train", "--resume", "nowhere"]) != 0
+    assert "is no run folder" in capsys.readouterr().err
+    (here / "run").mkdir()
+    (here / "run" / "config.toml").write_text("")
+    assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
+
+
+@pytest.mark.parametrize("flag", SLIME_FLAGS)
+def test_every_flag_of_slime_is_taken_or_refused_by_name(flag, here, capsys):
+    name = flag[2:]
+    if name.replace("-", "_") in FIELDS:
+        return
+    if name in REFUSED:
+        err = refused(capsys, "train", flag)
+        assert flag in err and REFUSED[name] in err
+        return
+    from agentrl.train.flags import megatron_flags
+
+    assert name in megatron_flags()
+
+
+def test_env_whose_step_returns_the_wrong_type(here, model, capsys):
+    (here / "bad.py").write_text(
+        "from agentrl import Env, Task\n"
+        "class Bad(Env):\n"
+        "    @classmethod\n"
+        "    def tasks(cls, split): return [Task('0', 'hello', 1)]\n"
+        "    def step(self, action): return 'done'\n"
+    )
+    assert main(["check", "--env", "bad.py"]) == 1
+    out = capsys.readouterr().out
+    assert "step" in out and "StepResult" in out
