@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from agentrl.engine.base import Engine
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable, Rollout
-from agentrl.runfolder import RunFolder
+from agentrl.runfolder import RunFolder, settings_fingerprint
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
 from agentrl.sync.disk import DiskSync
 from agentrl.train.base import LossConfig, Row
+from agentrl.train.fed import step_record
 from agentrl.train.rows import make_rows, split_steps, trained_rows
 from agentrl.types import EpisodeSpec, Group, Trajectory
 
@@ -69,6 +70,7 @@ class Job:
             seed=config.run.seed,
             shuffle=config.data.rollout_shuffle,
         )
+        self.fingerprint = settings_fingerprint(config)
         self.step = 0
         self.policy_version = 0
         self.optimizer_step = 0
@@ -121,8 +123,12 @@ class Job:
         lr = learning_rate(self.config, self.step)
         steps = [rows for part in split_steps(samples, self.config.rollout.num_steps_per_rollout) if (rows := self._rows(part, advantages))]
         steps = await self._with_log_probs(steps)
-        done = [await asyncio.to_thread(self.trainer.step, rows, self._loss(), lr) for rows in steps]
-        self.optimizer_step += len(done)
+        done = []
+        for rows in steps:
+            done.append(await asyncio.to_thread(self.trainer.step, rows, self._loss(), lr))
+            self.optimizer_step += 1
+            record = step_record(rows, self.trainer, step=self.step, optimizer_step=self.optimizer_step, loss=asdict(self._loss()), lr=lr)
+            self.folder.episodes.write_step(**record, metrics=done[-1])
         self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {f"train/{k}": v for k, v in flatten(done).items()}
         self.seconds["train_s"] = time.perf_counter() - started
 
@@ -226,7 +232,7 @@ class Job:
 
     def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
         for t in trajectories:
-            self.folder.episodes.write(t, **extra)
+            self.folder.episodes.write(t, **extra, config=self.fingerprint)
 
     def _rows(self, samples: Sequence[Sample], advantages: dict[str, float]) -> list[Row]:
         t = self.config.train

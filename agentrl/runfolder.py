@@ -14,16 +14,18 @@ Whatever was written after the checkpoint that a resumed run starts from is cut 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from agentrl.config import Config
+from agentrl.config import Config, RunSettings
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store import EpisodeWriter, truncate
 
@@ -115,6 +117,12 @@ class RunFolder:
         self.metrics.close()
         self.timings.close()
         self.episodes.close()
+
+
+def settings_fingerprint(config: Config) -> str:
+    """Equal for equal settings, whatever the run is called and however long it goes on. Kept with every episode."""
+    text = replace(config, run=RunSettings(seed=config.run.seed), rollout=replace(config.rollout, num_rollout=1)).to_toml()
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def checkpoints(path: Path) -> list[Path]:

@@ -38,6 +38,8 @@ class Row:
     """by the trainer with the weights at the start of the step; None: the loss takes its own, detached (ratio 1)"""
     ref_log_probs: Floats | None = None
     """by the frozen reference; needed for KL"""
+    source: tuple[str, int] = ("", 0)
+    """episode id and segment that it was made from, for the record"""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)

@@ -51,6 +51,7 @@ def _row(s: Sample, advantage: float, weight: float) -> Row:
         advantages=mask * np.float32(advantage),
         rollout_log_probs=log_probs,
         temperature=np.where(mask > 0, np.float32(s.temperature or 1.0), np.float32(1.0)).astype(np.float32),
+        source=(s.episode_id, s.segment_index),
     )
 
 

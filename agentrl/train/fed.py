@@ -1,0 +1,82 @@
+"""What the trainer was fed in one optimizer step, for the record beside the episodes, and the rows made from it again.
+
+Tokens, masks and engine log-probs are in the episodes already. Kept here: which segments in which order, each one's advantage and weight,
+the trainer's own log-probs where it gave any, and the plan of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import StoreError
+from agentrl.samples import Sample
+from agentrl.train.base import Row
+from agentrl.train.plan import plan
+
+_OPTIONAL = ("old_log_probs", "ref_log_probs")
+
+
+def step_record(rows: Sequence[Row], trainer: Any, **values: Any) -> dict[str, Any]:
+    """The fields of a record of kind 'step'.
+
+    `trainer` tells how it deals rows out (`copies`, `micro_batch_tokens`); of one that does not, no plan is kept.
+    """
+    record = {**values, "rows": [_row(r) for r in rows]}
+    copies, most = getattr(trainer, "copies", None), getattr(trainer, "micro_batch_tokens", None)
+    if copies and most:
+        record["plan"] = plan([len(r.tokens) for r in rows], copies, most)
+        record["micro_batch_tokens"] = most
+    return record
+
+
+def _row(row: Row) -> dict[str, Any]:
+    trained = np.flatnonzero(row.weights)
+    first = trained[0] if len(trained) else 0
+    out: dict[str, Any] = {
+        "episode_id": row.source[0],
+        "segment_index": row.source[1],
+        "tokens": len(row.tokens),
+        "trained": len(trained),
+        "advantage": float(row.advantages[first]),
+        "weight": float(row.weights[first]),
+    }
+    # per trained token only: elsewhere they are 0
+    return out | {n: getattr(row, n)[trained].astype(float).tolist() for n in _OPTIONAL if getattr(row, n) is not None}
+
+
+def rebuild_rows(record: Mapping[str, Any], sample: Callable[[str, int], Sample]) -> list[Row]:
+    """The rows of a step, from its record and the samples of its episodes (`sample(episode_id, segment_index)`), array by array as they were.
+
+    Raises:
+        StoreError: a sample does not fit what is recorded.
+    """
+    return [_rebuild(r, sample(r["episode_id"], r["segment_index"])) for r in record["rows"]]
+
+
+def _rebuild(r: Mapping[str, Any], s: Sample) -> Row:
+    n, start = len(s.tokens), len(s.tokens) - s.response_length
+    mask = np.zeros(n, np.float32)
+    mask[start:] = s.loss_mask
+    trained = np.flatnonzero(mask)
+    if n != r["tokens"] or len(trained) != r["trained"]:
+        raise StoreError(
+            f"episode {r['episode_id']}, segment {r['segment_index']}: recorded {r['tokens']} tokens, {r['trained']} of them trained; "
+            f"its episode gives {n} and {len(trained)}"
+        )
+    log_probs = np.zeros(n, np.float32)
+    log_probs[start:] = s.rollout_log_probs or 0.0
+    more = {name: np.zeros(n, np.float32) for name in _OPTIONAL if name in r}
+    for name, values in more.items():
+        values[trained] = r[name]
+    return Row(
+        tokens=np.asarray(s.tokens, np.int32),
+        weights=mask * np.float32(r["weight"]),
+        advantages=mask * np.float32(r["advantage"]),
+        rollout_log_probs=log_probs,
+        temperature=np.where(mask > 0, np.float32(s.temperature or 1.0), np.float32(1.0)).astype(np.float32),
+        source=(r["episode_id"], r["segment_index"]),
+        **more,
+    )

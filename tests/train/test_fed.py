@@ -1,0 +1,56 @@
+"""What the trainer was fed comes back from the record array by array."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from doubles import OBSERVATION, PROMPT, SAMPLED, span, trajectory
+
+from agentrl.errors import StoreError
+from agentrl.samples import to_samples
+from agentrl.store import EpisodeWriter, Recording, from_record
+from agentrl.train.fed import rebuild_rows, step_record
+from agentrl.train.rows import make_rows
+
+
+def episodes():
+    one = [span(PROMPT, (1, 2), -1), span(SAMPLED, (3, 4)), span(OBSERVATION, (5,)), span(SAMPLED, (6,), 1, temperature=0.7)]
+    two = [span(PROMPT, (1, 2, 3), -1), span(SAMPLED, (9, 8, 7), temperature=0.7)]
+    return [trajectory([one, two], index=0, score=1.0), trajectory([two], index=1, score=0.25)]
+
+
+def test_rows_from_the_record_are_the_rows_that_were_trained_on(tmp_path):
+    made = [s for t in episodes() for s in to_samples(t)]
+    rows = make_rows(made, {"0-0": 0.7071, "1-0": -1 / 3}, "sequence")
+    for r in rows:
+        trained = r.weights > 0
+        object.__setattr__(r, "old_log_probs", np.where(trained, np.float32(-0.3), np.float32(0)))
+    writer = EpisodeWriter(tmp_path)
+    for t in episodes():
+        writer.write(t, step=0)
+    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8)
+    writer.write_step(**step_record(rows, trainer, step=0, optimizer_step=1))
+    writer.close()
+
+    recording = Recording(tmp_path)
+    record = recording.fed("1-0")
+    stored = {e.id: to_samples(from_record(recording.record(e))) for e in recording.episodes}
+    again = rebuild_rows(record, lambda episode, segment: stored[episode][segment])
+    assert [s for each in stored.values() for s in each] == made
+    assert len(again) == len(rows) == 3
+    for a, b in zip(again, rows, strict=True):
+        assert a.source == b.source
+        for name in ("tokens", "weights", "advantages", "rollout_log_probs", "temperature", "old_log_probs"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert x.dtype == y.dtype
+            assert x.tobytes() == y.tobytes(), name
+    assert sorted(i for share in record["plan"] for part in share for i in part) == [0, 1, 2]
+    assert recording.advantages == pytest.approx({"0-0": 0.7071, "1-0": -1 / 3})
+
+
+def test_a_sample_that_is_not_the_one_recorded_is_refused():
+    (sample,) = to_samples(episodes()[1])
+    record = step_record(make_rows([sample], {"1-0": 1.0}), None)
+    other = to_samples(trajectory([[span(PROMPT, (1,), -1), span(SAMPLED, (2,))]], index=1))[0]
+    with pytest.raises(StoreError, match="recorded 6 tokens, 3 of them trained; its episode gives 2 and 1"):
+        rebuild_rows(record, lambda *_: other)
