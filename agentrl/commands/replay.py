@@ -1,0 +1,76 @@
+"""`agentrl replay RUN [EPISODE …]`: would today's code do the same? Exit status 1 if not."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.assemble import Parts
+from agentrl.commands.common import add_command, chosen, runner_of, say_cut, settings_of
+from agentrl.replay.parallel import Work, replay_entries
+from agentrl.replay.playback import EveryTool
+from agentrl.replay.run import Tally
+from agentrl.store import Recording
+
+RESULT = "replay.jsonl"
+"""in the run folder: what the last replay of it showed, for `agentrl view`"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    about = "replay recorded episodes through today's code, without an engine; says the first turn and token that differ, and why"
+    sub = add_command(commands, "replay", run_replay, about)
+    sub.add_argument("episodes", nargs="*", metavar="EPISODE", help="ids of episodes; none: all")
+    sub.add_argument(
+        "--live-tools",
+        nargs="*",
+        default=None,
+        metavar="TOOL",
+        help="call tools again instead of using their recorded results; without names: all",
+    )
+    sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.jsonl",
+        help=f"what was found, a line per episode (default: {RESULT} in the run folder, if all were replayed)",
+    )
+
+
+def rollout_seconds(run: Path) -> float:
+    """What a run spent on making its episodes; 0 if it does not say."""
+    file = run / "timings.jsonl"
+    rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+    return math.fsum(v for row in rows for k, v in row.items() if k == "rollout_s" or k.startswith("eval/"))
+
+
+def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
+    """`agentrl replay`."""
+    recording = Recording(args.recorded)
+    entries = chosen(recording, args.episodes)
+    parts = Parts(settings_of(args, rest))
+    live = () if args.live_tools is None else args.live_tools or EveryTool()
+    started = time.perf_counter()
+    parts.make_env()  # loads what its class shares (a corpus, say) before the processes fork
+    tally = Tally()
+    tally.add(replay_entries(Work(recording, partial(runner_of, parts), live), entries, args.workers))
+    seconds = time.perf_counter() - started
+    then = rollout_seconds(args.recorded)
+    print(
+        f"{tally}\n\n{seconds:.1f} s"
+        + (f"; the run had spent {then:.1f} s on rollouts and evaluations" if then else "")
+    )
+    say_cut(recording)
+    out = args.out or (
+        args.recorded / RESULT if not args.episodes and (args.recorded / "config.toml").exists() else None
+    )
+    if out is not None:
+        out.write_bytes(b"".join(orjson.dumps(o.to_json(), option=orjson.OPT_APPEND_NEWLINE) for o in tally.outcomes))
+    return 1 if tally.differing else 0

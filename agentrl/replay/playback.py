@@ -1,0 +1,187 @@
+"""An engine and a toolbox that answer from a recorded episode, so that the real EpisodeRunner plays it again.
+
+They stop the episode (`Diverged`) as soon as the record has no answer to what today's code asks; why that is, compare.py finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
+from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
+from agentrl.tool import ToolSpec
+from agentrl.toolbox import Toolbox
+from agentrl.types import Action, FinishReason, Provenance, Span, StopReason, Trajectory, Turn
+
+OUTSIDE = (StopReason.EPISODE_TIMEOUT, StopReason.ENGINE_ABORT, StopReason.ENGINE_FAILURE)
+"""ends that no code of ours brought about: the record is played up to them"""
+
+
+class Diverged(EngineAbort):
+    """The record has no answer to what is asked of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"the replay left the record: {kind}", "left the record")
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """How today's code left the record."""
+
+    kind: str
+    """'context' (other ids were sent), 'room' (other bounds), 'stop' (other stop strings), 'calls' (other tool calls), 'end' (no more turns)"""
+    turn: int
+    sent: tuple[int, ...] = ()
+    room: int = 0
+
+
+class PlaybackEngine:
+    """Answers generation after generation from one recorded episode, as long as what it is asked is what was asked then."""
+
+    def __init__(self, recorded: Trajectory) -> None:
+        self.recorded = recorded
+        self.turn = 0
+        self.departure: Departure | None = None
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+        """The recorded generation of this turn."""
+        turns, index = self.recorded.turns, self.turn
+        if index >= len(turns):
+            self._end_of_record(ids)
+            raise self.leave("end", index, ids)
+        turn = turns[index]
+        if list(ids) != self.recorded.segments[turn.segment].ids[: turn.context_length]:
+            raise self.leave("context", index, ids)
+        answer = recorded_generation(self.recorded, turn)
+        bounded = len(answer.ids) > sampling.max_new_tokens
+        longer = answer.finish_reason is FinishReason.LENGTH and len(answer.ids) < sampling.max_new_tokens
+        if bounded or longer:
+            raise self.leave("room", index, ids, sampling.max_new_tokens)
+        if isinstance(answer.matched_stop, str) and answer.matched_stop not in sampling.stop:
+            raise self.leave("stop", index, ids)
+        self.turn += 1
+        return answer
+
+    def leave(self, kind: str, turn: int, ids: Sequence[int] = (), room: int = 0) -> Diverged:
+        """Note the departure (the first counts)."""
+        self.departure = self.departure or Departure(kind, turn, tuple(ids), room)
+        return Diverged(kind)
+
+    def _end_of_record(self, ids: Sequence[int]) -> None:
+        """Where the engine or the clock ended the episode, end it so again, if the context is what it was."""
+        reason, cause = self.recorded.stop_reason, self.recorded.cause or ""
+        last = self.recorded.segments[-1].ids if self.recorded.segments else []
+        if reason in OUTSIDE and list(ids) == last:
+            raise EngineFailure(cause, cause) if reason is StopReason.ENGINE_FAILURE else EngineAbort(cause, cause)
+
+    async def release(self, session: str) -> None:
+        """Nothing is held."""
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def pause(self) -> None:
+        """Answers are instant."""
+
+    async def resume(self) -> None:
+        """Answers are instant."""
+
+    async def abort(self, session: str | None = None) -> None:
+        """Answers are instant."""
+
+    async def sleep(self) -> None:
+        """No memory is held."""
+
+    async def wake(self) -> None:
+        """No memory is held."""
+
+    async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
+        """There are no weights."""
+
+    async def health(self) -> EngineInfo:
+        """What it is."""
+        return EngineInfo("playback", "1", 0, 1 << 30, True)
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+
+def recorded_generation(t: Trajectory, turn: Turn) -> Generation:
+    """What the engine answered in a turn."""
+    span = sampled_span(t, turn)
+    reason, matched = turn.action.finish_reason, turn.matched_stop
+    if span is None:
+        return Generation((), (), reason, matched)
+    expert = span.provenance is Provenance.DEMONSTRATION
+    log_probs = span.log_probs or (0.0,) * len(span.ids)
+    return Generation(span.ids, log_probs, reason, matched, span.policy_version or 0, demonstration=expert)
+
+
+def sampled_span(t: Trajectory, turn: Turn) -> Span | None:
+    """The span that was sampled in a turn; None: the generation was empty."""
+    mine = (Provenance.SAMPLED, Provenance.DEMONSTRATION)
+    return next((s for s in t.segments[turn.segment].spans if s.turn == turn.index and s.provenance in mine), None)
+
+
+class PlaybackToolbox:
+    """Answers the calls of one recorded episode, turn after turn, with their recorded results; those in `live` are really made."""
+
+    def __init__(self, engine: PlaybackEngine, real: Toolbox, live: Container[str] = ()) -> None:
+        self.engine = engine
+        self.real = real
+        self.live = live
+
+    async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
+        """The action with its results, in order.
+
+        Raises:
+            ToolFailure: as recorded.
+        """
+        recorded = self.engine.recorded
+        index = self.engine.turn - 1
+        then = recorded.turns[index].action
+        if action.calls != then.calls:
+            raise self.engine.leave("calls", index)
+        if all(c.name in self.live for c in action.calls):
+            return await self.real.execute(tools, action)
+        if not then.results:
+            if recorded.stop_reason is StopReason.TOOL_FAILURE:
+                raise ToolFailure(recorded.cause or "", recorded.cause)
+            raise self.engine.leave("end", index)  # cut off while its tools ran
+        results = list(then.results)
+        for i, call in enumerate(action.calls):
+            if call.name in self.live:
+                one = await self.real.execute(tools, Action(action.text, (call,)))
+                results[i] = one.results[0]
+        return Action(**{**_fields(action), "results": tuple(results)})
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Those of the calls that were really made."""
+        return self.real.counts
+
+    def close(self) -> None:
+        """Let the real toolbox's threads end."""
+        self.real.close()
+
+
+class EveryTool:
+    """The set of all names, for `live`."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def play_back(runner: Any, recorded: Trajectory, live: Container[str] = ()) -> PlaybackEngine:
+    """Put a recorded episode under a runner in place of its engine and toolbox; returns the engine."""
+    engine = PlaybackEngine(recorded)
+    runner.engine = engine
+    real = runner.toolbox.real if isinstance(runner.toolbox, PlaybackToolbox) else runner.toolbox
+    runner.toolbox = cast(Toolbox, PlaybackToolbox(engine, real, live))
+    return engine
+
+
+def _fields(action: Action) -> dict[str, Any]:
+    return {n: getattr(action, n) for n in ("text", "calls", "errors", "finish_reason", "answer")}
