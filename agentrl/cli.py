@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl import __version__
+from agentrl.commands import add_commands
 from agentrl.config import Config, Layer, build_config, read_toml
 from agentrl.env import make_env_class
-from agentrl.errors import AgentRLError, ConfigError, UsageError
+from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError
 from agentrl.flags import add_flags, read_flags
 
 Words = list[str]
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         result: int = args.run_command(args, rest)
-    except UsageError as e:
+    except (UsageError, StoreError) as e:
         print(f"agentrl {args.command}: {e}", file=sys.stderr)
         return 2
     except AgentRLError as e:
@@ -65,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--env-arg", action="append", default=[], metavar="NAME=VALUE")
     check.add_argument("--episodes", type=int, default=20)
     check.add_argument("--seed", type=int, default=0)
+    add_commands(commands)
     return parser
 
 
