@@ -1,6 +1,6 @@
 """A bare GRPO loop on the search_r1 policy, without the toolkit: what to expect of a setting, and a yardstick for the real trainer.
 
-python benchmarks/policy/grpo.py agentrl/assets/search_r1_3m --steps 80
+python benchmarks/policy/grpo.py agentrl/assets/search_r1_3m --steps 40
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ if __name__ == "__main__":
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tag", default="")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-4)
