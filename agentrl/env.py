@@ -18,13 +18,17 @@ An Env never sees a tokenizer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl.errors import ConfigError, ContractError, suggest
+from agentrl.pool import pure
 from agentrl.registry import Registry
 from agentrl.tool import Tool, ToolSpec, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
+
+First = Observation | str | Sequence[Message]
+"""what `reset` may return"""
 
 
 class Env:
@@ -49,15 +53,18 @@ class Env:
     timeout_s: ClassVar[float] = 120.0
     """for one call of reset, step or close"""
 
-    async def reset(self, task: Task, *, seed: int) -> Observation | str | Sequence[Message]:
+    @pure
+    def reset(self, task: Task, *, seed: int) -> First | Awaitable[First]:
         """Begin the task; what it returns is the first observation. Default: the task's prompt."""
         return task.messages
 
-    async def step(self, action: Action) -> StepResult:
+    @pure
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
         """Take the policy's action (its tool calls executed, `action.results` filled) and answer."""
         raise NotImplementedError(f"{type(self).__name__} must define step(action) -> StepResult")
 
-    async def close(self) -> None:
+    @pure
+    def close(self) -> None | Awaitable[None]:
         """Free what reset took. Always called, exactly once, also after an exception, a timeout or a cancel."""
 
     def state(self) -> Mapping[str, Any]:
@@ -108,7 +115,8 @@ class Env:
 class ToolEnv(Env):
     """An environment that needs only tools and a reward: tool results are its observations, an answer or a turn without a call ends it."""
 
-    async def step(self, action: Action) -> StepResult:
+    @pure
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
         """Results become tool messages; what could not be parsed is told to the policy; otherwise the episode is over."""
         if action.answer is not None:
             return StepResult(terminated=True)

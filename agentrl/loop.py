@@ -200,7 +200,7 @@ class Job:
     def eval_due(self, step: int) -> bool:
         """Before the first rollout and after every `eval_interval`."""
         interval = self.config.eval.eval_interval
-        return bool(interval) and step % interval == 0
+        return interval is not None and step % interval == 0
 
     def save_due(self, step: int) -> bool:
         """After every `save_interval` rollouts and after the last."""

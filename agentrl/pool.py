@@ -14,12 +14,22 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.errors import InfraError
 
 CANCEL_GRACE_S = 1.0
 """how long a cancelled coroutine may take to clean up before it counts as hanging"""
+
+
+_PURE = "__agentrl_pure__"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def pure(fn: F) -> F:
+    """Mark a quick function that never blocks: it is called directly, without a thread."""
+    setattr(fn, _PURE, True)
+    return fn
 
 
 class PoolExhaustedError(InfraError):
@@ -53,6 +63,8 @@ class Pool:
             DeadlineError: it took longer (a TimeoutError).
             PoolExhaustedError: `max_abandoned` calls hang already.
         """
+        if getattr(fn, _PURE, False):
+            return fn(*args, **kwargs)
         work = partial(fn, *args, **kwargs)
         if is_async(fn):
             self._check()

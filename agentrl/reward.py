@@ -104,7 +104,6 @@ class Scorer:
         self.single = tuple(r for r in rewards if not r.group)
         self.group = tuple(r for r in rewards if r.group)
         self.pool = Pool("reward", threads=threads)
-        self._inline = tuple(r for r in self.single if getattr(r.fn, "__agentrl_pure__", False))
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the components of all single rewards.
@@ -115,11 +114,7 @@ class Scorer:
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
-                out = (
-                    r.fn(trajectory)
-                    if r in self._inline
-                    else await self.pool.call(r.fn, trajectory, timeout_s=r.timeout_s)
-                )
+                out = await self.pool.call(r.fn, trajectory, timeout_s=r.timeout_s)
             _add(r, out, values, weights)
         return replace(trajectory, rewards=values, weights=weights)
 
@@ -147,12 +142,6 @@ class Scorer:
     def close(self) -> None:
         """Let the pool's idle threads end."""
         self.pool.close()
-
-
-def pure(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a quick reward function that never blocks: it is called directly, without a thread."""
-    fn.__agentrl_pure__ = True  # type: ignore[attr-defined]
-    return fn
 
 
 def _add(r: Reward, out: Any, values: dict[str, float | None], weights: dict[str, float]) -> None:

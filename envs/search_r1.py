@@ -17,7 +17,7 @@ from agentrl.envs import factbook
 from agentrl.errors import ConfigError, DataError
 from agentrl.rewards.answers import em, f1
 from agentrl.tool import tool
-from agentrl.tools.retrieval import BM25Retriever, DenseRetriever, HTTPRetriever, Retriever, load_corpus
+from agentrl.tools.retrieval import BM25Retriever, DenseRetriever, HTTPRetriever, Retriever, load_corpus, show
 from agentrl.types import Message, Task
 
 INSTRUCTIONS = (
@@ -61,7 +61,7 @@ class SearchR1(ToolEnv):
         corpus: str | None = None,
         url: str | None = None,
         topk: int = 3,
-        passage_chars: int = 120,
+        passage_chars: int = 80,
         instructions: bool = False,
     ) -> None:
         """
@@ -93,7 +93,7 @@ class SearchR1(ToolEnv):
             query: what to look for
         """
         (found,) = self.retriever.search([query], self.topk)
-        return "\n".join(p.contents[: self.passage_chars] for p in found) or "nothing found"
+        return show(found, max_chars=self.passage_chars) or "nothing found"
 
     @classmethod
     def tasks(cls, split: str) -> Iterable[Task]:

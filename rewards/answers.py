@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.reward import pure, reward
+from agentrl.pool import pure
+from agentrl.reward import reward
 from agentrl.rewards import qa
 from agentrl.types import Trajectory
 

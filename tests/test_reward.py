@@ -7,7 +7,8 @@ import pytest
 from doubles import trajectory
 
 from agentrl.errors import ConfigError, ContractError, InfraError, RewardFailure, UnknownNameError
-from agentrl.reward import REWARDS, Reward, Scorer, pure, resolve_rewards, reward
+from agentrl.pool import pure
+from agentrl.reward import REWARDS, Reward, Scorer, resolve_rewards, reward
 
 
 async def score(*fns, t=None, **more):
