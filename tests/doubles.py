@@ -118,6 +118,11 @@ def log_prob(token: int, position: int) -> float:
     return -((token * 31 + position * 7) % 97 + 1) / 64
 
 
+async def settled(value: Any) -> Any:
+    """What a method of an Env gives, sync or async."""
+    return await value if inspect.isawaitable(value) else value
+
+
 def call(name: str, **arguments: Any) -> str:
     """A Hermes tool call."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -1,7 +1,7 @@
 """Env and ToolEnv: what users subclass, and how they are found and made."""
 
 import pytest
-from doubles import PARIS
+from doubles import PARIS, settled
 
 from agentrl import Env, Tool, ToolEnv, register_env, tool
 from agentrl.env import check_env_args, make_env_class, tool_messages
@@ -27,9 +27,9 @@ class Strict(Env):
 
 
 async def test_the_first_observation_is_the_tasks_prompt():
-    assert await Env().reset(PARIS, seed=0) == [{"role": "user", "content": "What is the capital of France?"}]
+    assert await settled(Env().reset(PARIS, seed=0)) == [{"role": "user", "content": "What is the capital of France?"}]
     task = Task("x", ({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))
-    assert await Env().reset(task, seed=0) == list(task.prompt)
+    assert await settled(Env().reset(task, seed=0)) == list(task.prompt)
 
 
 def test_tasks_must_come_from_somewhere():
@@ -104,10 +104,10 @@ def test_tool_messages():
 
 async def test_a_tool_env_ends_at_an_answer_or_a_turn_without_calls():
     env = ToolEnv()
-    assert (await env.step(Action("x", answer="y", results=(ToolResult("c", "t", "z"),)))).terminated
-    assert (await env.step(Action("just talk"))).terminated
-    assert not (await env.step(Action("x", results=(ToolResult("c", "t", "z"),)))).terminated
-    assert not (await env.step(Action("x", errors=(ParseError("content", "bad"),)))).terminated
+    assert (await settled(env.step(Action("x", answer="y", results=(ToolResult("c", "t", "z"),))))).terminated
+    assert (await settled(env.step(Action("just talk")))).terminated
+    assert not (await settled(env.step(Action("x", results=(ToolResult("c", "t", "z"),))))).terminated
+    assert not (await settled(env.step(Action("x", errors=(ParseError("content", "bad"),))))).terminated
 
 
 def test_environments_by_name_module_and_file(tmp_path):

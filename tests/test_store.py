@@ -5,7 +5,7 @@ import threading
 import orjson
 import pytest
 import zstandard
-from doubles import PROMPT, SAMPLED, FakeEngine, groups_of, make_runner, play, span, trajectory
+from doubles import PROMPT, SAMPLED, FakeEngine, groups_of, make_runner, play, settled, span, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ class Search(ToolEnv):
         return f"über {query} " * 50
 
     async def step(self, action):
-        result = await ToolEnv.step(self, action)
+        result = await settled(ToolEnv.step(self, action))
         return StepResult(
             result.observation, 0.1, result.terminated, info={"n": [1, 2.5, None, {"a": "東京"}]}, state_key="k"
         )

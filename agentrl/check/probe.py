@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Generator
@@ -66,8 +67,7 @@ def _watched(own: Callable[..., Any], name: str, look: Look | None, found: Findi
             raise
         finally:
             if stretch.longest > SLOW_S:
-                what = f"is async, but blocked the event loop for over {SLOW_S:g} s: every other episode stood still"
-                found.error(name, what, "make it a plain def (it then runs in a thread), or await what takes so long")
+                _blocked(name, self, True, found)
 
     @functools.wraps(own)
     def watch(self: Env, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +81,7 @@ def _watched(own: Callable[..., Any], name: str, look: Look | None, found: Findi
             raise
         finally:
             if time.perf_counter() - started > SLOW_S:
-                what = f"blocked a thread for over {SLOW_S:g} s; {type(self).threads} episodes at once can do that, the others wait"
-                found.warning(name, what, "make it faster or async, or raise the class attribute `threads`")
+                _blocked(name, self, threading.current_thread() is threading.main_thread(), found)
 
     return watch_async if is_async(own) else watch
 
@@ -111,6 +110,15 @@ class Stretches:
                 advance = functools.partial(steps.throw, e)
             else:
                 advance = functools.partial(steps.send, value)
+
+
+def _blocked(name: str, env: Env, loop: bool, found: Findings) -> None:
+    if loop:
+        what = f"blocked the event loop for over {SLOW_S:g} s: every other episode stood still"
+        found.error(name, what, "make it a plain def (it then runs in a thread), or await what takes so long")
+        return
+    what = f"blocked a thread for over {SLOW_S:g} s; {env.threads} episodes at once can do that, the others wait"
+    found.warning(name, what, "make it faster or async, or raise the class attribute `threads`")
 
 
 def _raised(name: str, error: Exception, args: tuple[Any, ...], found: Findings) -> None:
