@@ -5,7 +5,7 @@ from typing import Any
 
 def add_commands(commands: Any) -> None:
     """Add all of them to the parser."""
-    from agentrl.commands import replay
+    from agentrl.commands import fork, replay, rescore
 
-    for command in (replay,):
+    for command in (replay, rescore, fork):
         command.add_parser(commands)

@@ -122,8 +122,9 @@ class Comparison:
         a, b = list(then.observation.messages), list(today.observation.messages)
         if not same(a, b):
             cut = then.observation_cut_tokens != today.observation_cut_tokens and _one_begins_the_other(a, b)
-            why = ("limit", "how much of the observation fits") if cut else ("env", "the observation")
-            yield self._at(turn, *why, *_first_unlike(a, b))
+            cause = "limit" if cut else "env"
+            what = "how much of the observation fits" if cut else "the observation"
+            yield self._at(turn, cause, what, *_first_unlike(a, b))
         if then.observation_cut_tokens != today.observation_cut_tokens:
             yield self._at(
                 turn,
@@ -132,14 +133,15 @@ class Comparison:
                 then.observation_cut_tokens,
                 today.observation_cut_tokens,
             )
-        infos = [{k: v for k, v in t.info.items() if k != "new_segment"} for t in (then, today)]
-        for what, x, y in (
+        told = [{k: v for k, v in t.info.items() if k != "new_segment"} for t in (then, today)]
+        sides: list[tuple[str, Any, Any]] = [
             ("the step reward", then.reward, today.reward),
-            ("info", *infos),
+            ("info", told[0], told[1]),
             ("state_key", then.state_key, today.state_key),
-        ):
+        ]
+        for name, x, y in sides:
             if not same(x, y):
-                yield self._at(turn, "env", what, x, y)
+                yield self._at(turn, "env", name, x, y)
 
     def _end(self, turn: int) -> Iterator[Divergence]:
         """Does the episode end here on both sides, and for the same reason?"""

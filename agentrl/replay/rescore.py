@@ -1,0 +1,146 @@
+"""Rescore: new or changed rewards over old episodes, and what they would have changed: means, ranks within groups, signs of advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from statistics import fmean
+
+from agentrl.advantage import EQUAL, group_advantages
+from agentrl.errors import RewardFailure
+from agentrl.reward import Scorer
+from agentrl.types import Group, Status, StopReason, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """The members of one group before and after, in the same order. Episodes that had failed are not in it."""
+
+    then: tuple[Trajectory, ...]
+    today: tuple[Trajectory, ...]
+
+
+async def rescore_group(scorer: Scorer, members: Sequence[Trajectory]) -> Rescored:
+    """Score a group's standing members anew. A reward that fails makes its episode a failure, here as in a run."""
+    then = tuple(
+        t
+        for t in members
+        if t.status not in (Status.FAILED, Status.ABORTED) or t.stop_reason is StopReason.REWARD_FAILURE
+    )
+    today: list[Trajectory] = []
+    for t in then:
+        bare = replace(t, rewards={}, weights={})
+        try:
+            today.append(await scorer.score(bare))
+        except RewardFailure as e:
+            today.append(replace(bare, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause))
+    stands = [i for i, t in enumerate(today) if t.stop_reason is not StopReason.REWARD_FAILURE]
+    try:
+        for i, t in zip(stands, await scorer.score_group([today[i] for i in stands]), strict=True):
+            today[i] = t
+    except RewardFailure as e:
+        for i in stands:
+            today[i] = replace(today[i], stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
+    return Rescored(then, tuple(today))
+
+
+@dataclass
+class Change:
+    """What other rewards would have changed, over all groups."""
+
+    estimator: str = "grpo"
+    truncated: str = "train"
+    then: list[Trajectory] = field(default_factory=list)
+    today: list[Trajectory] = field(default_factory=list)
+    groups: int = 0
+    pairs: int = 0
+    """pairs of members of one group"""
+    swapped: int = 0
+    """pairs that changed their order (also: from equal to unequal or back)"""
+    reversed: int = 0
+    """pairs of which the better one became the worse one"""
+    flipped: list[tuple[int, str, float, float]] = field(default_factory=list)
+    """(group, episode, advantage then, advantage today) where the sign flips"""
+    failures: list[Trajectory] = field(default_factory=list)
+
+    def add(self, groups: Iterable[Rescored]) -> None:
+        """Count."""
+        for g in groups:
+            self.groups += 1
+            self.failures += [t for t in g.today if t.status is Status.FAILED]
+            both = [(a, b) for a, b in zip(g.then, g.today, strict=True) if Status.FAILED not in (a.status, b.status)]
+            self.then += [a for a, _ in both]
+            self.today += [b for _, b in both]
+            for (a, b), (c, d) in combinations(both, 2):
+                before, after = _order(a.score, c.score), _order(b.score, d.score)
+                self.pairs += 1
+                self.swapped += before != after
+                self.reversed += before * after < 0
+            self._flips([a for a, _ in both], [b for _, b in both])
+
+    def _flips(self, then: Sequence[Trajectory], today: Sequence[Trajectory]) -> None:
+        if not then:
+            return
+        made = [Group(side[0].group_index, side[0].task, tuple(side)) for side in (then, today)]
+        before, after = (group_advantages([g], self.estimator, self.truncated) for g in made)
+        for t in then:
+            a, b = before.get(t.episode_id, 0.0), after.get(t.episode_id, 0.0)
+            if a * b < 0:
+                self.flipped.append((t.group_index, t.episode_id, a, b))
+
+    @property
+    def flipped_groups(self) -> int:
+        """Groups in which an advantage changes its sign."""
+        return len({g for g, *_ in self.flipped})
+
+    def __str__(self) -> str:
+        if not self.today:
+            return f"no episode could be scored; {len(self.failures)} rewards failed"
+        rows: list[tuple[str, float | None, float | None]] = []
+        before, after = _means(self.then), _means(self.today)
+        rows += [(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
+        rows.append(("score", fmean(t.score for t in self.then), fmean(t.score for t in self.today)))
+        width = max(len(r[0]) for r in rows)
+        lines = [
+            f"{len(self.today)} episodes in {self.groups} groups",
+            "",
+            f"{'mean of':<{width}}  {'then':>9}  {'today':>9}  {'change':>9}",
+        ]
+        lines += [
+            f"{n:<{width}}  {_number(a)}  {_number(b)}  {_number(None if a is None or b is None else b - a, '+')}"
+            for n, a, b in rows
+        ]
+        changed = sum(abs(a.score - b.score) >= EQUAL for a, b in zip(self.then, self.today, strict=True))
+        lines += ["", f"scores that change: {changed} of {len(self.today)}"]
+        lines.append(
+            f"pairs within a group whose order changes: {self.swapped} of {self.pairs}, {self.reversed} of them reversed"
+        )
+        lines.append(
+            f"groups in which an advantage ({self.estimator}) changes its sign: {self.flipped_groups} of {self.groups} ({len(self.flipped)} episodes)"
+        )
+        lines += [f"  group {g}, episode {e}: {a:+.3f} -> {b:+.3f}" for g, e, a, b in self.flipped[:10]]
+        lines += ["  …"] if len(self.flipped) > 10 else []
+        if self.failures:
+            lines.append(
+                f"rewards that failed: {len(self.failures)}, the first in episode {self.failures[0].episode_id}: {self.failures[0].cause}"
+            )
+        return "\n".join(lines)
+
+
+def _means(done: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of every component over the episodes in which it did not abstain."""
+    values: dict[str, list[float]] = {}
+    for t in done:
+        for name, value in t.rewards.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+    return {name: fmean(v) for name, v in values.items()}
+
+
+def _order(a: float, b: float) -> int:
+    return 0 if abs(a - b) < EQUAL else 1 if a > b else -1
+
+
+def _number(value: float | None, sign: str = "") -> str:
+    return f"{'-':>9}" if value is None else f"{value:>{sign}9.4f}"

@@ -1,0 +1,313 @@
+"""Rescore and fork, as functions and end to end by the command line."""
+
+import dataclasses
+import json
+
+import pytest
+from doubles import FakeEngine, group_of, groups_of, make_runner
+from test_replay import Search, record, script
+
+from agentrl import __version__, reward
+from agentrl.cli import main
+from agentrl.config import build_config
+from agentrl.errors import ConfigError, StoreError
+from agentrl.replay.fork import fork, table
+from agentrl.replay.rescore import Change, rescore_group
+from agentrl.reward import Scorer, resolve_rewards
+from agentrl.runfolder import RunFolder
+from agentrl.store import Recording, read_episodes
+from agentrl.types import StopReason
+
+
+def scorer_of(*rewards):
+    return Scorer(resolve_rewards(rewards))
+
+
+async def change_of(group, *rewards):
+    scorer, change = scorer_of(*rewards), Change()
+    change.add([await rescore_group(scorer, group.trajectories)])
+    scorer.close()
+    return change
+
+
+@reward
+def upside_down(t):
+    return 1.0 - t.index % 100 / 10
+
+
+async def test_rescore_counts_swaps_and_flips():
+    change = await change_of(group_of(0.0, 0.5, 1.0), upside_down)
+    assert (change.groups, change.pairs, change.swapped, change.reversed) == (1, 3, 3, 3)
+    assert [(e, a < 0 < b) for _, e, a, b in change.flipped] == [("0-0", True), ("2-0", False)]
+    assert change.flipped_groups == 1
+    text = str(change)
+    assert "pairs within a group whose order changes: 3 of 3, 3 of them reversed" in text
+    assert "score           0.5000     0.9000    +0.4000" in text
+
+
+async def test_rescore_with_the_same_rewards_changes_nothing():
+    @reward(name="r")
+    def same(t):
+        return {0: 0.0, 1: 0.5, 2: 1.0}[t.index]
+
+    change = await change_of(group_of(0.0, 0.5, 1.0), same)
+    assert (change.swapped, change.flipped, [t.rewards for t in change.today]) == (
+        0,
+        [],
+        [{"r": 0.0}, {"r": 0.5}, {"r": 1.0}],
+    )
+
+
+async def test_rescore_leaves_failures_out_and_says_new_ones():
+    @reward
+    def picky(t):
+        if t.index == 1:
+            raise ValueError("no")
+        return 1.0
+
+    change = await change_of(
+        group_of(0.0, 0.5, 1.0, reasons=[StopReason.TERMINATED, StopReason.TERMINATED, StopReason.ENV_FAILURE]), picky
+    )
+    assert len(change.today) == 1
+    assert "rewards that failed: 1, the first in episode 1-0: reward picky: ValueError" in str(change)
+
+
+async def test_rescore_gives_group_rewards_the_group():
+    @reward(group=True)
+    def best(ts):
+        return [float(t.index == max(x.index for x in ts)) for t in ts]
+
+    change = await change_of(group_of(1.0, 0.0), best)
+    assert [t.score for t in change.today] == [0.0, 1.0]
+
+
+# -- fork --------------------------------------------------------------------------------------------------------------
+
+
+async def one(tags, **more):
+    runner = make_runner(Search, script, tags, rewards=Search.rewards, **more)
+    t = await runner.run(groups_of(1, 1)[0][0])
+    runner.close()
+    return t
+
+
+async def forked(tags, t, turn, says=script, **options):
+    runner = make_runner(
+        Search,
+        FakeEngine(tags, lambda r: says(dataclasses.replace(r, turn=turn + r.turn))),
+        tags,
+        rewards=Search.rewards,
+    )
+    try:
+        return await fork(runner, t, turn, **options)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+async def test_a_fork_with_the_same_seed_and_observation_is_the_original(tags, turn):
+    t = await one(tags)
+    (branch,) = await forked(tags, t, turn)
+    assert branch.differs_at is None
+    again = branch.trajectory
+    assert (again.segments, again.stop_reason, again.rewards, again.state) == (
+        t.segments,
+        t.stop_reason,
+        t.rewards,
+        t.state,
+    )
+    assert [dataclasses.replace(x, timings={}, action=None) for x in again.turns] == [
+        dataclasses.replace(x, timings={}, action=None) for x in t.turns
+    ]
+
+
+async def test_branches_draw_by_other_seeds_and_are_reproducible(tags):
+    t = await one(tags)
+    options = {"turn": 0, "seeds": range(8)}
+    branches = await forked(tags, t, **options)
+    words = [b.trajectory.answer for b in branches]
+    assert set(words) == {"Paris", "Rome"}
+    assert words[0] == t.answer
+    assert [b.trajectory.segments for b in await forked(tags, t, **options)] == [
+        b.trajectory.segments for b in branches
+    ]
+
+
+async def test_an_edited_observation_is_what_the_policy_reads(tags, tokenizer):
+    t = await one(tags)
+    seen = []
+
+    def says(request):
+        seen.append(tokenizer.decode(request.ids))
+        return script(request)
+
+    (branch,) = await forked(tags, t, 1, says, observation="it is in Asia")
+    assert seen[0].count("<information>it is in Asia</information>") == 1
+    assert "is in Europe" not in seen[0]
+    assert branch.differs_at is not None
+    assert branch.differs_at[1] >= t.turns[0].context_length
+    (branch,) = await forked(tags, t, 0, says, observation="Another question?")
+    assert "Another question?" in seen[-1]
+    assert t.task.prompt not in seen[-1]
+
+
+async def test_the_table_stands_side_by_side_and_shows_escapes_as_text(tags):
+    t = await one(tags)
+    branches = await forked(tags, t, 2, lambda r: "<answer>\x1b[31mred</answer>", seeds=range(2))
+    text = table(t, branches)
+    assert "\x1b" not in text
+    assert "\\x1b[31mred" in text
+    assert text.splitlines()[1].startswith("original")
+    assert len(text.splitlines()) == 4
+
+
+async def test_a_turn_that_is_not_there_and_code_that_does_not_get_there(tags):
+    t = await one(tags)
+    with pytest.raises(ConfigError, match="has turns 0 to 2; it cannot be forked at turn 3"):
+        await forked(tags, t, 3)
+
+    class Other(Search):
+        def reset(self, task, *, seed):
+            return "something else"
+
+    runner = make_runner(Other, script, tags)
+    with pytest.raises(StoreError, match="does not get to turn 1 as recorded"):
+        await fork(runner, t, 1)
+    runner.close()
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+ENV = '''
+from agentrl import ToolEnv, reward, tool
+
+
+@reward
+def exact(trajectory):
+    return float(trajectory.answer == trajectory.label)
+
+
+@reward
+def short(trajectory):
+    return -float(len(trajectory.answer or ""))
+
+
+class Search(ToolEnv):
+    action_format = "search_r1"
+    rewards = (exact,)
+
+    @tool
+    def search(self, query: str) -> str:
+        """Look something up."""
+        return f"{query} is in Europe"
+
+    def state(self):
+        return {"open": False}
+'''
+
+
+@pytest.fixture
+async def run(tmp_path, tokenizer_dir, tags):
+    """A run folder as `agentrl rollout` leaves it, made with the scripted engine; and the file of its environment."""
+    env = tmp_path / "lookup.py"
+    env.write_text(ENV)
+    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    settings = {
+        "run": str(tmp_path / "run"),
+        "hf_checkpoint": str(tokenizer_dir),
+        "env": str(env),
+        "rollout_max_response_len": 2048,
+        "tensorboard": False,
+    }
+    folder = RunFolder.create(build_config(settings), __version__)
+    for t in await record(Search, script, tags, tmp_path / "made"):
+        folder.episodes.write(t, step=0, split="train")
+    folder.close()
+    return folder.path, env
+
+
+async def command(*words):
+    """A command, in a thread: it runs an event loop of its own."""
+    import asyncio
+
+    return await asyncio.to_thread(main, list(map(str, words)))
+
+
+async def test_replay_says_identical_and_writes_what_it_found(run, capsys):
+    path, _ = run
+    assert await command("replay", path, "--workers", 2) == 0
+    assert "6 episodes replayed: identical" in capsys.readouterr().out
+    assert len((path / "replay.jsonl").read_text().splitlines()) == 6
+
+
+async def test_replay_of_one_episode_under_another_limit_exits_with_1(run, capsys):
+    path, _ = run
+    assert await command("replay", path, "3-0", "--max-turns", 2) == 1
+    out = capsys.readouterr().out
+    assert "1 episodes replayed: 0 identical, 1 differ" in out
+    assert "limit: how the episode goes on at turn 1" in out
+
+
+@pytest.mark.parametrize(
+    ("harm", "words", "says"),
+    [
+        (lambda path, env: env.unlink(), [], "no such file"),
+        (lambda path, env: None, ["99-9"], "no episode '99-9'"),
+        (lambda path, env: (path / "config.toml").unlink(), [], "no config.toml of a run"),
+        (lambda path, env: next(path.glob("episodes/*.zst")).write_bytes(b"nonsense" * 9), [], "damaged"),
+        (lambda path, env: None, ["--no-such-flag"], "no-such-flag"),
+    ],
+)
+async def test_bad_input_is_one_sentence_and_changes_nothing(run, capsys, harm, words, says):
+    path, env = run
+    harm(path, env)
+    for file in path.glob("episodes/*.index"):
+        file.unlink()
+    before = sorted(str(p) for p in path.rglob("*"))
+    assert await command("replay", path, *words) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert sorted(str(p) for p in path.rglob("*")) == before
+
+
+async def test_a_truncated_file_is_replayed_with_a_count(run, capsys):
+    path, _ = run
+    (file,) = path.glob("episodes/*.zst")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert await command("replay", path) == 0
+    out = capsys.readouterr().out
+    assert "5 episodes replayed: identical" in out
+    assert "1 half-written episode skipped" in out
+
+
+async def test_rescore_end_to_end(run, tmp_path, capsys):
+    path, env = run
+    out = tmp_path / "again"
+    assert await command("rescore", path, "--reward", f"{env}:short", "--out", out) == 0
+    text = capsys.readouterr().out
+    assert "short" in text
+    assert "groups in which an advantage (grpo) changes its sign" in text
+    assert [t.rewards for t in read_episodes(out)] == [{"short": -float(len(t.answer))} for t in read_episodes(path)]
+    assert [e.step for e in Recording(out).episodes] == [0] * 6
+    assert await command("rescore", path, "--out", out) == 2
+
+
+async def test_fork_end_to_end(run, tags, monkeypatch, capsys):
+    path, _ = run
+    monkeypatch.setattr(
+        "agentrl.assemble.Parts.engine",
+        lambda self: FakeEngine(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn))),
+    )
+    assert await command("fork", path, "2-0", "--turn", 1, "--branches", 2) == 0
+    text = capsys.readouterr().out
+    assert "identical" in text.splitlines()[3]
+    recording = Recording(path / "forks" / "2-0-t1-1")
+    assert [e.split for e in recording.episodes] == ["fork", "fork"]
+    assert recording.record(recording.episodes[1])["fork"] == {
+        "episode_id": "2-0",
+        "turn": 1,
+        "seed": 1,
+        "observation": None,
+    }
+    assert await command("fork", path, "2-0", "--turn", 9) == 2
