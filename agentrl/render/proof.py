@@ -9,7 +9,7 @@ same kind: short and long, with and without a system message, with tool calls wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -73,7 +73,7 @@ class Prover:
             listed = [DUMMY_TOOL] if with_tools else None
             for history in self._usable(kind, listed):
                 try:
-                    found.append(self._tail(history, messages, listed))
+                    found.append(replace(self._tail(history, messages, listed), tools=with_tools))
                 except TemplateError as e:
                     return Proof(str(e))
                 strips = strips or self._strips(history, messages, listed)
@@ -174,12 +174,20 @@ class _Tail:
     text: str
     """what follows, with stand-ins"""
     pattern: Pattern | None
+    tools: bool = False
+    """with tools in the prompt"""
 
 
 def _agree(found: Sequence[_Tail], messages: Sequence[Message], strips: bool) -> Proof:
     first, n = found[0], len(found)
     if any((t.end, t.text) != (first.end, first.text) for t in found):
-        return Proof("the template's text between turns depends on the history", histories=n)
+        alike = all(len({(t.end, t.text) for t in found if t.tools is with_tools}) <= 1 for with_tools in (False, True))
+        return Proof(
+            "the template moves its list of tools"
+            if alike
+            else "the template's text between turns depends on the history",
+            histories=n,
+        )
     stand_ins = stand_ins_of(messages)
     if missing := [i for i in shape_of(messages)[2] if stand_ins[i] not in first.text]:
         return Proof(f"the template leaves content out (text {missing[0]} of the new messages)", histories=n)

@@ -52,13 +52,15 @@ def cut(ids: Sequence[int], head: Sequence[int], tail: Sequence[int]) -> list[tu
 
     A token that holds characters of both is counted as content. None of them is ever trained on.
     """
-    n, m = len(head), len(tail)
-    if list(ids[:n]) != list(head):
-        n = 0
-    if m and (list(ids[-m:]) != list(tail) or n + m > len(ids)):
-        m = 0
+    n = _common(ids, head)
+    m = min(_common(ids[::-1], tail[::-1]), len(ids) - n)
     end = len(ids) - m
     return [(Provenance.TEMPLATE, ids[:n]), (Provenance.OBSERVATION, ids[n:end]), (Provenance.TEMPLATE, ids[end:])]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def merged(pieces: Iterable[tuple[Provenance, Sequence[int]]]) -> Pieces:

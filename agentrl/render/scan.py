@@ -138,6 +138,8 @@ class BlockParser:
     def _close(self, body: str, *, closed: bool, cut: bool) -> None:
         """A block has ended, at its closing marker or (not `closed`) at the end of the text."""
         read = self._format.read(body) if closed else []
+        if cut and closed:  # the end of the text was not the policy's doing: only what is whole counts
+            read = [r for r in read if not isinstance(r, ParseError)]
         broken = not closed or any(isinstance(r, ParseError) for r in read)
         if broken and self._format.open in body:
             first, _, rest = body.partition(self._format.open)

@@ -234,6 +234,7 @@ def tokenizer(name: str, size: int | None = 6000) -> Tokenizer:
     return Tokenizer(backend, chat_template=template_source(model), special=special)
 
 
+@cache
 def renderer(name: str, size: int | None = 6000, **options: Any) -> Renderer:
-    """A family's renderer."""
+    """A family's renderer, shared by the tests that ask for the same."""
     return make_renderer(tokenizer(name, size), **{**dict(BY_NAME[name].args), **options})
