@@ -36,7 +36,7 @@ from agentrl.errors import (
 )
 from agentrl.pool import Pool
 from agentrl.recorder import Recorder
-from agentrl.render.fit import fit
+from agentrl.render.fit import fit, fit_prompt
 from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
@@ -307,20 +307,24 @@ class Episode:
             )
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
-        sampled = self.last_ids()
-        delta, kept, cut = fit(renderer, messages, sampled, min(context_room, budget_room) - 1)
+        tight = StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
+        room, schemas = min(context_room, budget_room) - 1, [t.schema for t in self.tools.values()]
+        delta, kept, cut = fit(renderer, messages, self.last_ids(), room, history=self.conversation, tools=schemas)
         if delta is None:
-            return StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
+            return tight
+        before = [*self.conversation, renderer.message(turn.action)]
+        if delta.new_segment is not None:
+            self.amend(info={**turn.info, "new_segment": delta.new_segment})
+            room = min(limits.context_length, self.prompt_length + limits.max_response_tokens) - 1
+            ids, kept, cut = fit_prompt(renderer, before, messages, room, schemas)
+            if ids is None:
+                return tight
+            self.recorder.open([(Provenance.PROMPT, ids)], turn=turn.index)
+        else:
+            self.recorder.extend(delta.pieces, turn=turn.index)
         if cut:
             self.amend(observation=Observation(tuple(kept)), observation_cut_tokens=cut)
-        self.conversation += [{"role": "assistant", "content": turn.action.text}, *kept]
-        if delta.new_segment is None:
-            self.recorder.extend(delta.pieces, turn=turn.index)
-        else:
-            self.recorder.open(
-                renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]), turn=turn.index
-            )
-            self.amend(info={**turn.info, "new_segment": delta.new_segment})
+        self.conversation = [*before, *kept]
         return None
 
     # -- pieces ------------------------------------------------------------------------------------------------------

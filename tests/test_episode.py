@@ -156,6 +156,19 @@ async def test_a_template_that_cannot_be_proven_opens_a_segment(tokenizer):
     assert exactness_violations([t]) == 0
 
 
+async def test_a_new_segment_is_cut_to_fit_like_any_observation(tokenizer):
+    strange = tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }} {{ loop.index }}")
+    renderer = make_renderer(Tokenizer(tokenizer.backend, chat_template=strange), "hermes")
+    for limits in ({"context_length": 200}, {"max_response_tokens": 150}):
+        engine = FakeEngine(renderer, ["one"])
+        t = await play(Echo, engine, renderer, env_args={"observation": "word " * 500}, max_turns=2, **limits)
+        assert (t.status, len(t.segments), len(t.turns)) == (Status.TRUNCATED, 2, 2)  # one token more has room
+        assert t.turns[0].observation_cut_tokens > 0
+        assert all(len(r.ids) + r.sampling.max_new_tokens <= limits.get("context_length", 999) for r in engine.requests)
+        assert t.turns[0].observation.messages[0]["content"] in renderer.tokenizer.decode(t.segments[1].ids)
+        assert exactness_violations([t]) == 0
+
+
 async def test_temperature_and_versions_are_recorded(hermes):
     t = await play(Echo, ["one"], hermes, env_args={"ends": 1}, temperature=0.7)
     (sample,) = to_samples(t)
@@ -872,3 +885,56 @@ async def test_a_constructor_that_raises_is_the_environments_failure(hermes):
 
     t = await play(Broken, ["x"], hermes)
     assert (t.stop_reason, t.cause) == (StopReason.ENV_FAILURE, "env constructor: KeyError")
+
+
+class StuckTool(Echo, ToolEnv):
+    step = ToolEnv.step
+
+    @tool
+    async def stuck(self) -> str:
+        """Never answer."""
+        await asyncio.sleep(60)
+        return ""
+
+
+async def _never(request):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "script"),
+    [
+        (AsyncEcho, {"slow": 60.0}, ["x"]),
+        (Echo, {}, _never),
+        (Slow, {}, ["x"]),
+        (StuckTool, {}, [call("stuck")]),
+    ],
+    ids=["reset", "generate", "step", "tool"],
+)
+async def test_order_the_time_limit_ends_the_episode_at_any_moment(hermes, env, args, script):
+    engine = FakeEngine(hermes, script)
+    t = await play(env, engine, hermes, env_args=args, episode_timeout_s=0.1)
+    assert (t.stop_reason, t.status, t.cause) == (StopReason.EPISODE_TIMEOUT, Status.TRUNCATED, None)
+    assert [e.closed for e in Echo.made] == [1]
+    assert engine.released == ["0-0"]
+    assert engine.running == 0
+
+
+async def test_case_19_to_the_number(hermes):
+    """Context 8192, 8180 of them used, an observation of 40 tokens."""
+    short = len((await play(Echo, ["x"], hermes, env_args={"ends": 1})).segments[0])
+    engine = FakeEngine(hermes, [[65] * (8180 - short + 1) + [hermes.end_id]])
+    t = await play(
+        Echo,
+        engine,
+        hermes,
+        env_args={"observation": "".join(chr(945 + i) for i in range(20))},  # two bytes each, no merges
+        context_length=8192,
+        max_response_tokens=100_000,
+    )
+    assert len([i for s in t.segments[0].spans[:2] for i in s.ids]) == 8180
+    assert all(1 <= r.sampling.max_new_tokens <= 8192 - len(r.ids) for r in engine.requests)
+    assert (t.stop_reason, len(t.turns)) == (StopReason.CONTEXT_FULL, 2)
+    assert t.turns[0].observation_cut_tokens > 0
+    assert len(t.segments[0]) == 8192, "the cut observation leaves room for one token"
+    assert to_samples(t)[0].trained_tokens == t.sampled_tokens
