@@ -44,6 +44,7 @@ def load(built: Built, path: Path) -> int:
 
 
 def _state(built: Built, *, loading: bool) -> dict[str, Any]:
+    _begin(built.optimizer)
     model = built.model.sharded_state_dict()
     optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
@@ -55,6 +56,17 @@ def _state(built: Built, *, loading: bool) -> dict[str, Any]:
         "generators", _generators(), shape, (pp, tp), replica_id=parallel_state.get_data_parallel_rank()
     )
     return {"model": model, "optimizer": optimizer, "generators": generators}
+
+
+@torch.no_grad()
+def _begin(optimizer: Any) -> None:
+    """Give a torch Adam that has not stepped yet the state it will begin with: megatron can neither write nor fill an empty one."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        for parameter in (p for g in inner.param_groups for p in g["params"]) if isinstance(inner, torch.optim.Adam) else ():
+            if not inner.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 def _parts(optimizer: Any) -> list[Any]:

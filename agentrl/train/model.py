@@ -17,13 +17,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agentrl.errors import ConfigError, suggest
 from agentrl.train.attention import block_spec
-from agentrl.train.convert import HuggingFaceWeights, Layout, load
+from agentrl.train.convert import HuggingFaceWeights, Layout, load, named_parameters, source
 from agentrl.train.shape import ModelShape, Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -180,6 +181,13 @@ def _gpt(config: TransformerConfig, shape: ModelShape, layout: Layout) -> Policy
         share_embeddings_and_output_weights=shape.tied,
         rope=shape.rope,
     )
+    for name, parameter in named_parameters(model):
+        kind = source(name, layout).kind
+        if kind != "copy" and not getattr(parameter, "tensor_model_parallel", False):
+            # megatron marks what tensor parallelism cuts only while it initialises; unmarked, rank 0's part alone counts in the gradient's norm
+            set_tensor_model_parallel_attributes(
+                parameter, True, 1 if kind == "columns" else 0, 2 if kind == "glu" else 1
+            )
     return model if not torch.cuda.is_available() else model.cuda(torch.cuda.current_device())
 
 

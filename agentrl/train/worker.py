@@ -63,13 +63,11 @@ def join(setup: Setup) -> None:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(setup.local_rank)
-    store = torch.distributed.distributed_c10d.TCPStore(
-        "127.0.0.1", setup.port, setup.world, setup.rank == 0, datetime.timedelta(seconds=120)
-    )
+    distributed: Any = torch.distributed
     limit = datetime.timedelta(seconds=setup.timeout_s)
-    torch.distributed.init_process_group(
-        "nccl" if gpu else "gloo", store=store, rank=setup.rank, world_size=setup.world, timeout=limit
-    )
+    store = distributed.TCPStore("127.0.0.1", setup.port, setup.world, setup.rank == 0, datetime.timedelta(seconds=120))
+    backend = "nccl" if gpu else "gloo"
+    distributed.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world, timeout=limit)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=setup.megatron.get("tensor_model_parallel_size", 1),
         pipeline_model_parallel_size=setup.megatron.get("pipeline_model_parallel_size", 1),

@@ -1,0 +1,115 @@
+"""Tiny models and batches for the trainer's tests, and the same loss in plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.train.base import LossConfig, Row
+
+VOCAB = 96
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def make_model(
+    folder: Path, family: str = "qwen3", *, tied: bool = True, layers: int = 2, seed: int = 0, vocab: int = VOCAB
+) -> Path:
+    """Save a tiny random model with norms and biases that are not 1 and 0."""
+    import transformers
+
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    config = getattr(transformers, names[family] + "Config")(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        **({"head_dim": 16} if family == "qwen3" else {}),
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, names[family] + "ForCausalLM")(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.2 * torch.randn_like(parameter)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            else:
+                parameter *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_model(folder: Path) -> Any:
+    """The model as transformers reads it, fp32, with the plainest attention."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def hf_log_probs(model: Any, row: Row) -> torch.Tensor:
+    """Log-probs of every token of a row; entry 0 is 0."""
+    tokens = torch.from_numpy(row.tokens.astype(np.int64))
+    logits = model(tokens[None]).logits[0, :-1] / torch.from_numpy(row.temperature)[1:, None]
+    picked = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return torch.cat([picked.new_zeros(1), picked])
+
+
+def make_rows(model: Path, count: int = 7, *, temperature: float = 1.0, seed: int = 0, vocab: int = VOCAB) -> list[Row]:
+    """Rows of ragged lengths and masks, with old, rollout and reference log-probs some way off, so ratios clip and the KL term is not 0."""
+    rng = np.random.default_rng(seed)
+    hf, rows = hf_model(model), []
+    for i in range(count):
+        n = int(rng.integers(5, 40))
+        tokens = rng.integers(0, vocab, n).astype(np.int32)
+        mask = (rng.random(n) < 0.5).astype(np.float32)
+        mask[0], mask[-1] = 0, float(i != 0)
+        if i == 3:
+            mask[:] = 0
+        heat = np.where(mask > 0, np.float32(temperature), np.float32(1)).astype(np.float32)
+        zero = np.zeros(n, np.float32)
+        bare = Row(tokens, mask, zero, zero, heat)
+        with torch.no_grad():
+            now = hf_log_probs(hf, bare).numpy()
+
+        def off(scale: float, n: int = n, now: np.ndarray = now, mask: np.ndarray = mask) -> np.ndarray:
+            return ((now + scale * rng.standard_normal(n)) * mask).astype(np.float32)
+
+        advantages = (rng.standard_normal(n) * mask).astype(np.float32)
+        rows.append(Row(tokens, (mask / 50).astype(np.float32), advantages, off(0.1), heat, off(0.3), off(0.5)))
+    return rows
+
+
+def hf_loss(model: Any, rows: list[Row], loss: LossConfig) -> torch.Tensor:
+    """The policy loss written out a second time, token by token, over whole rows; formulas as in the papers named in train/loss.py."""
+    total = torch.zeros(())
+    for row in rows:
+        now = hf_log_probs(model, row)
+        w, adv, old, ref, rollout = (
+            torch.from_numpy(x)
+            for x in (row.weights, row.advantages, row.old_log_probs, row.ref_log_probs, row.rollout_log_probs)
+        )
+        if loss.kind == "sft":
+            total = total - (w * now).sum()
+            continue
+        for t in torch.nonzero(w)[:, 0].tolist():
+            ratio = torch.exp(now[t] - old[t])
+            high = 1 + (loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high)
+            pg = -torch.min(ratio * adv[t], torch.clip(ratio, 1 - loss.eps_clip, high) * adv[t])
+            if loss.eps_clip_c is not None and adv[t] < 0:
+                pg = torch.min(pg, -adv[t] * loss.eps_clip_c)
+            if loss.use_tis:
+                pg = pg * min(float(torch.exp(old[t] - rollout[t])), loss.tis_threshold)
+            kl = torch.exp(ref[t] - now[t]) - (ref[t] - now[t]) - 1
+            total = total + w[t] * (pg + loss.kl_loss_coef * kl)
+        if loss.entropy_coef:
+            tokens = torch.from_numpy(row.tokens.astype(np.int64))
+            p = (model(tokens[None]).logits[0, :-1] / torch.from_numpy(row.temperature)[1:, None]).log_softmax(-1)
+            total = total + loss.entropy_coef * (w[1:] * (p.exp() * p).sum(-1)).sum()
+    return total

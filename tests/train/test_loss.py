@@ -1,0 +1,168 @@
+"""The losses, against numbers worked out by hand; log-probs from split logits, against autograd; the fingerprint; plans and batches."""
+
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from agentrl.errors import InvariantError  # noqa: E402
+from agentrl.train.base import LossConfig, Row  # noqa: E402
+from agentrl.train.batch import collate  # noqa: E402
+from agentrl.train.loss import TokenData, kl_estimate, surrogate, token_loss, vocab_parallel_log_probs  # noqa: E402
+from agentrl.train.metrics import MAXIMA, SUMS, metrics  # noqa: E402
+from agentrl.train.plan import deal, plan, split  # noqa: E402
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "value", "clipped"),
+    [
+        (1.5, 2.0, LossConfig(eps_clip=0.2), -2.4, True),
+        (1.5, 2.0, LossConfig(eps_clip=0.2, eps_clip_high=0.6), -3.0, False),
+        (0.5, 2.0, LossConfig(eps_clip=0.2), -1.0, False),
+        (0.5, -2.0, LossConfig(eps_clip=0.2), 1.6, True),
+        (1.5, -2.0, LossConfig(eps_clip=0.2), 3.0, False),
+        (5.0, -2.0, LossConfig(eps_clip=0.2, eps_clip_c=3.0), 6.0, True),
+        (2.0, -2.0, LossConfig(eps_clip=0.2, eps_clip_c=3.0), 4.0, False),
+        (5.0, 2.0, LossConfig(eps_clip=0.2, eps_clip_c=3.0), -2.4, True),
+    ],
+)
+def test_surrogate_by_hand(ratio, advantage, loss, value, clipped):
+    got, active = surrogate(tensor(ratio), tensor(advantage), loss)
+    assert got.item() == pytest.approx(value, rel=1e-6)
+    assert bool(active) is clipped
+
+
+def test_a_clipped_token_has_no_gradient():
+    log_probs = tensor(math.log(1.5), math.log(1.1)).requires_grad_()
+    data = TokenData(tensor(1, 1), tensor(1, 1), tensor(0, 0), tensor(0, 0), None)
+    token_loss(log_probs, tensor(0, 0), data, LossConfig())[0].backward()
+    assert log_probs.grad.tolist() == pytest.approx([0.0, -1.1])
+
+
+@pytest.mark.parametrize(("kind", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1)])
+def test_kl_by_hand(kind, value):
+    assert kl_estimate(tensor(-1.0), tensor(-1.5), kind).item() == pytest.approx(value, rel=1e-6)
+
+
+def test_unknown_kl_is_refused():
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        kl_estimate(tensor(0), tensor(0), "k4")
+
+
+def test_all_terms_and_statistics_by_hand():
+    """Two trained tokens and one of weight 0, which counts nowhere."""
+    now = tensor(math.log(0.5), math.log(0.2), -9.0)
+    data = TokenData(
+        weights=tensor(0.25, 0.5, 0.0),
+        advantages=tensor(1.0, -1.0, 7.0),
+        rollout_log_probs=tensor(math.log(0.1), 0.0, -3.0),
+        old_log_probs=tensor(math.log(0.4), math.log(0.2), -5.0),
+        ref_log_probs=tensor(math.log(0.5), math.log(0.4), -1.0),
+    )
+    loss = LossConfig(eps_clip=0.2, kl_loss_coef=0.1, entropy_coef=0.01, use_tis=True, tis_threshold=2.0)
+    total, sums, maxima = token_loss(now, tensor(1.0, 2.0, 50.0), data, loss)
+    s, m = dict(zip(SUMS, sums.tolist(), strict=True)), dict(zip(MAXIMA, maxima.tolist(), strict=True))
+    pg = (
+        0.25 * -1.2 * 2.0 + 0.5 * 1.0 * 0.2
+    )  # token 0: ratio 1.25 clipped at 1.2, TIS 4 cut to 2; token 1: ratio 1, TIS 0.2 / 1
+    kl = 0.5 * (2 - math.log(2) - 1)
+    assert s["pg_loss"] == pytest.approx(pg, rel=1e-5)
+    assert s["kl"] == pytest.approx(kl, rel=1e-5)
+    assert s["entropy"] == pytest.approx(1.25)
+    assert total.item() == pytest.approx(pg + 0.1 * kl - 0.01 * 1.25, rel=1e-5)
+    assert (s["weight"], s["tokens"], s["sampled"], s["clipped"]) == (0.75, 2, 1, 0.25)
+    assert s["diff"] == pytest.approx(math.log(4), rel=1e-5)
+    assert m["diff_max"] == pytest.approx(math.log(4), rel=1e-5)
+    assert m["ratio_max"] == pytest.approx(1.25, rel=1e-5)
+    told = metrics(s, m, loss)
+    assert told["clip_fraction"] == pytest.approx(1 / 3)
+    assert told["tis_mean"] == pytest.approx((0.25 * 2 + 0.5 * 0.2) / 0.75, rel=1e-5)
+    assert told["rollout_log_prob_diff_mean"] == pytest.approx(math.log(4), rel=1e-5)
+
+
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_reinforce():
+    now = tensor(-1.0, -2.0).requires_grad_()
+    total, _, _ = token_loss(
+        now, tensor(0, 0), TokenData(tensor(0.5, 0.25), tensor(2, -4), tensor(0, 0), None, None), LossConfig()
+    )
+    total.backward()
+    assert total.item() == pytest.approx(-0.5 * 2 + 0.25 * 4, abs=1e-6)
+    assert now.grad.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_sft_is_cross_entropy():
+    now = tensor(-1.0, -2.0)
+    total, _, _ = token_loss(
+        now, tensor(0, 0), TokenData(tensor(0.5, 0.25), tensor(0, 0), tensor(0, 0), None, None), LossConfig(kind="sft")
+    )
+    assert total.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_log_probs_and_entropy_are_those_of_log_softmax_with_their_gradients(padding):
+    torch.manual_seed(0)
+    n, v = 6, 11
+    logits = (4 * torch.randn(n, v + padding, dtype=torch.float64)).float().requires_grad_()
+    labels, heat = torch.randint(0, v, (n,)), tensor(1, 0.7, 1.3, 1, 0.5, 1)
+    g1, g2 = torch.randn(n), torch.randn(n)
+    log_probs, entropy = vocab_parallel_log_probs(logits, labels, heat, vocab_size=v)
+    (log_probs * g1 + entropy * g2).sum().backward()
+    mine, logits.grad = logits.grad, None
+    full = (logits[:, :v].double() / heat[:, None]).log_softmax(-1)
+    picked, h = full.gather(1, labels[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    (picked * g1 + h * g2).sum().backward()
+    torch.testing.assert_close(log_probs.double(), picked, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), h, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mine, logits.grad, rtol=1e-5, atol=1e-6)
+    assert not mine[:, v:].any()
+
+
+def row(n: int, trained: list[int], **more: object) -> Row:
+    weights = np.zeros(n, np.float32)
+    weights[trained] = 0.5
+    zero = np.zeros(n, np.float32)
+    return Row(np.arange(n, dtype=np.int32) + 10, weights, zero, zero, np.full(n, 0.7, np.float32), **more)
+
+
+def test_collate_points_at_the_position_before_each_chosen_token():
+    batch = collate([row(5, [2, 4]), row(3, [1])], trained_only=True, multiple=3)
+    assert batch.inputs.tolist() == [[10, 11, 12, 13, 0, 0], [10, 11, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [12, 14, 11]
+    assert batch.inputs.T.flatten()[batch.index].tolist() == [11, 13, 10]
+    assert batch.counts == (2, 1)
+    everything = collate([row(5, [2]), row(1, [])], trained_only=False)
+    assert everything.labels.tolist() == [11, 12, 13, 14]
+    assert everything.counts == (4, 0)
+
+
+@pytest.mark.parametrize("rows", [[], [row(4, [])]])
+def test_a_batch_of_nothing_is_one_token_of_weight_0(rows):
+    batch = collate(rows, trained_only=True)
+    assert (batch.data.weights.tolist(), batch.index.tolist(), sum(batch.counts)) == ([0.0], [0], 0)
+
+
+def test_a_plan_holds_every_row_once_within_the_limit_and_equally_many_parts():
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 300, 101)]
+    parts = plan(lengths, 3, 512)
+    assert sorted(i for share in parts for part in share for i in part) == list(range(101))
+    assert len({len(share) for share in parts}) == 1
+    assert all(len(p) * max((lengths[i] for i in p), default=0) <= 512 for share in parts for p in share)
+    loads = [sum(lengths[i] for part in share for i in part) for share in parts]
+    assert max(loads) - min(loads) <= max(lengths)
+    assert parts == plan(lengths, 3, 512)
+
+
+def test_a_row_longer_than_the_limit_stands_alone_and_a_share_may_be_empty():
+    assert split([50, 5, 5], [0, 1, 2], 10) == [[0], [1, 2]]
+    assert deal([7], 2) == [[0], []]
+    assert plan([7], 2, 10) == [[[0]], [[]]]
+
+
+def test_the_first_token_cannot_be_trained():
+    with pytest.raises(InvariantError, match="first token"):
+        row(3, [0])
