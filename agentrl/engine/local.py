@@ -93,8 +93,10 @@ class LocalEngine:
             raise EngineFailure("the local engine sleeps; wake it before generate", "engine asleep")
         context = list(ids)
         room = check_request(context, sampling, self.context_length)
-        if not (0 <= min(context) and max(context) < scheduler.model.vocab_size):
-            raise EngineFailure(f"the context holds ids outside 0..{scheduler.model.vocab_size - 1}", "ids outside the vocabulary")
+        if min(context) < 0 or max(context) >= scheduler.model.vocab_size:
+            raise EngineFailure(
+                f"the context holds ids outside 0..{scheduler.model.vocab_size - 1}", "ids outside the vocabulary"
+            )
         if sampling.stop and self._decode is None:
             raise ConfigError("this local engine was made without `decode`; it cannot look for stop strings")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -133,7 +135,9 @@ class LocalEngine:
 
         def command() -> None:
             if scheduler.busy:
-                raise EngineFailure("the local engine cannot sleep while requests are in flight; abort them first", "sleep while busy")
+                raise EngineFailure(
+                    "the local engine cannot sleep while requests are in flight; abort them first", "sleep while busy"
+                )
             self._asleep = True
             scheduler.drop_cache()
             scheduler.model.move(torch.device("cpu"))
@@ -239,8 +243,10 @@ class LocalEngine:
                 pass
         except EngineFailure as e:
             end = self._fault = e
-        except BaseException as e:  # whatever it is, nobody may wait for a thread that is gone
-            end = EngineFailure(f"the local engine's thread failed: {type(e).__name__}: {e}", f"engine fault: {type(e).__name__}")
+        except BaseException as e:  # noqa: BLE001 (whatever it is, nobody may wait for a thread that is gone)
+            end = EngineFailure(
+                f"the local engine's thread failed: {type(e).__name__}: {e}", f"engine fault: {type(e).__name__}"
+            )
             end.__cause__ = e
             self._fault = end
         self._fail_all(end)

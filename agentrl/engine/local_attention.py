@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ class _Piece:
 
     def mask(self, window: int | None) -> Tensor:
         """`[tokens, blocks * BLOCK]`, 0 where a token may look, else -inf."""
-        return _mask(self.positions[:, None], torch.arange(len(self.blocks) * BLOCK, device=self.positions.device), window)
+        return _mask(
+            self.positions[:, None], torch.arange(len(self.blocks) * BLOCK, device=self.positions.device), window
+        )
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class Line:
     """like `held`: owner * most + index of the block in its session"""
     most: int
     """blocks of the longest single's session"""
+    distinct: bool
+    """no two singles are of one session (they are when a session is computed again)"""
     masks: dict[Any, Any] = field(default_factory=dict)
     """by sliding window; made once, used by every layer"""
 
@@ -73,7 +77,9 @@ class Line:
     def build(cls, batch: Sequence[tuple[Session, int, int]], rows: int, pool: BlockPool) -> Line:
         """A line from pieces (session, start, end), those of one token first; blocks are already reserved."""
         device = pool.device
-        ids, positions, block = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        block: list[int] = []
         for session, start, end in batch:
             ids += session.ids[start:end]
             positions += range(start, end)
@@ -102,7 +108,7 @@ class Line:
     def single_mask(self, window: int | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """For the singles: owner of each block met, which of those to keep (None: all), and the mask `[blocks, 1, 1, BLOCK]`.
 
-        When the sessions of this line hold most of the pool, its blocks are read where they lie; else they are gathered.
+        When the singles hold most of the pool, and each block has one owner, blocks are read where they lie; else they are gathered.
         """
         if window not in self.masks:
             inside = torch.arange(BLOCK, device=self.held.device)
@@ -110,7 +116,7 @@ class Line:
             mask = _mask(position, self.base[:, None] + inside, window)
             mask.masked_fill_((self.base < 0)[:, None], -torch.inf)
             owner, keep = self.owner, None
-            if MIN_BLOCKS <= self.pool.size < 2 * len(self.held):
+            if self.distinct and MIN_BLOCKS <= self.pool.size < 2 * len(self.held):
                 owner = torch.zeros(self.pool.size, dtype=torch.long, device=mask.device)
                 owner[self.held] = self.owner
                 whole = torch.full((self.pool.size, BLOCK), -torch.inf, device=mask.device)
@@ -121,7 +127,7 @@ class Line:
 
 
 def _tables(singles: Sequence[tuple[Session, int, int]], device: torch.device) -> dict[str, Any]:
-    """`held`, `owner`, `base`, `place` and `most` of a Line; padding has base -1 and changes nothing."""
+    """`held`, `owner`, `base`, `place`, `most` and `distinct` of a Line; padding has base -1 and changes nothing."""
     held: list[int] = []
     owner: list[int] = []
     base: list[int] = []
@@ -136,7 +142,8 @@ def _tables(singles: Sequence[tuple[Session, int, int]], device: torch.device) -
     pad = max(0, MIN_BLOCKS - len(held)) if singles else 0
     table = [held + [0] * pad, owner + [0] * pad, base + [-1] * pad, place + [len(singles) * most] * pad]
     tensors = [torch.tensor(t, dtype=torch.long, device=device) for t in table]
-    return dict(zip(("held", "owner", "base", "place"), tensors, strict=True), most=most)
+    distinct = len({session.key for session, _, _ in singles}) == len(singles)
+    return dict(zip(("held", "owner", "base", "place"), tensors, strict=True), most=most, distinct=distinct)
 
 
 def _mask(position: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -166,7 +173,7 @@ def block_attention(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError("the local engine's attention has no soft cap and no sinks; this model needs them")
     line = agentrl_line
-    keys, values = line.pool.layer(module.layer_idx, key, value)
+    keys, values = line.pool.layer(cast(int, module.layer_idx), key, value)
     tokens = line.tokens
     keys[line.block, :, line.offset] = key[0, :, :tokens].transpose(0, 1)
     values[line.block, :, line.offset] = value[0, :, :tokens].transpose(0, 1)

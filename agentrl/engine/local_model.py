@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,15 +32,21 @@ class LocalModel:
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         AttentionInterface.register(NAME, block_attention)
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME).to(device).eval()
+            self.model = (
+                AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME).to(device).eval()
+            )
         except (OSError, ValueError, KeyError) as e:
-            raise EngineFailure(f"no causal language model could be loaded from {folder}: {e}", "model not loaded") from e
+            raise EngineFailure(
+                f"no causal language model could be loaded from {folder}: {e}", "model not loaded"
+            ) from e
         self.model.requires_grad_(False)
         self.device = device
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
-        self.batch_invariant = not any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self.batch_invariant = not any(
+            getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
         """rows of a forward do not meet each other (they do where experts take as many rows as are sent to them)"""
         self.rows = agreeing_rows(self.model)
         """numbers of rows a forward may have, ascending"""
@@ -53,7 +60,9 @@ class LocalModel:
         return next(r for r in self.rows if r >= count)
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[tuple[Session, int, int]], pool: BlockPool, wanted: Sequence[int]) -> Tensor | None:
+    def forward(
+        self, batch: Sequence[tuple[Session, int, int]], pool: BlockPool, wanted: Sequence[int]
+    ) -> Tensor | None:
         """Run pieces (session, start, end), those of one token first; logits `[rows, vocab]` after the tokens `wanted` of the line.
 
         Rows past len(wanted) are padding; None if nothing is wanted.
@@ -117,11 +126,14 @@ class LocalModel:
             pairs.append((target, source))
         if faults:
             more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-            raise EngineFailure(f"the weights in {path} do not fit; nothing was changed. {'; '.join(faults[:5])}{more}", "weights do not fit")
+            raise EngineFailure(
+                f"the weights in {path} do not fit; nothing was changed. {'; '.join(faults[:5])}{more}",
+                "weights do not fit",
+            )
         return pairs
 
 
-def _eos_ids(model: nn.Module) -> frozenset[int]:
+def _eos_ids(model: Any) -> frozenset[int]:
     """End tokens of the generation config, else of the config."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)

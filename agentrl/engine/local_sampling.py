@@ -11,7 +11,9 @@ from agentrl.engine.base import SamplingParams
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
     """Tokens and their log-probs for the first len(params) rows of `logits` `[rows, vocab]`; further rows are padding.
 
     Temperature 0 takes the largest logit (the lowest id of equals) and gives log-probs at temperature 1. Log-probs are those before

@@ -174,7 +174,9 @@ class Scheduler:
                     (singles if end - start == 1 else longer).append((session, start, end))
         return self._reserved(singles, longer)
 
-    def _reserved(self, singles: list[tuple[Session, int, int]], longer: list[tuple[Session, int, int]]) -> list[tuple[Session, int, int]]:
+    def _reserved(
+        self, singles: list[tuple[Session, int, int]], longer: list[tuple[Session, int, int]]
+    ) -> list[tuple[Session, int, int]]:
         batch = singles + longer
         for session, _, end in batch:
             session.reserve(end, self.pool)
@@ -184,7 +186,9 @@ class Scheduler:
         """Add a sampled token to its request, and end the request if it is complete."""
         request = session.active
         if not -1e30 < log_prob <= 1e-3:
-            request.done(EngineFailure(f"the model gave logits that are not numbers (log-prob {log_prob})", "logits not finite"))
+            request.done(
+                EngineFailure(f"the model gave logits that are not numbers (log-prob {log_prob})", "logits not finite")
+            )
             self._finish(session)
             return
         request.ids.append(token)
@@ -193,7 +197,11 @@ class Scheduler:
         if finish is None:
             session.append(token)
             return
-        request.done(Generation(tuple(request.ids), tuple(request.log_probs), finish, matched, self.policy_version, request.cached))
+        request.done(
+            Generation(
+                tuple(request.ids), tuple(request.log_probs), finish, matched, self.policy_version, request.cached
+            )
+        )
         self._finish(session)
 
     def _ended(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
