@@ -141,7 +141,7 @@ SOME = st.fixed_dictionaries(
             st.integers().filter(lambda i: abs(i) < 2**60) | st.text(max_size=3) | st.lists(st.booleans()),
         ),
         "reward": st.lists(st.text("xy=1", min_size=1), max_size=3),
-        "eval_interval": st.none() | st.integers(0, 50),
+        "eval_interval": st.integers(0, 50),
         "eval_limit": st.none() | st.integers(1, 50),
         "max_tokens_per_turn": st.none() | st.integers(1, 500),
         "lr": st.floats(0, 1),
@@ -160,8 +160,8 @@ def test_to_toml_is_read_again_as_it_was(tmp_path_factory, layer):
 
 
 def test_none_can_be_said_in_a_file_and_on_the_command_line():
-    assert build_config({"eval_interval": "none"}).eval.eval_interval is None
-    assert tomllib.loads(build_config({"eval_interval": "none"}).to_toml())["eval"]["eval_interval"] == "none"
+    assert build_config({"eval_limit": "none"}).eval.eval_limit is None
+    assert tomllib.loads(build_config({"eval_limit": "none"}).to_toml())["eval"]["eval_limit"] == "none"
     with pytest.raises(ConfigError, match="--seed"):
         build_config({"seed": "none"})
 
