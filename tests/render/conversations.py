@@ -18,9 +18,10 @@ from agentrl.types import Action, FinishReason, Message, Provenance
 
 NOW = datetime(2026, 5, 4)
 _TEXTS = (
-    "What is the capital of France?", "ok", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich.", "東京は日本の首都です。", "🙂👩‍👩‍👧 café nai\u0308ve",
-    "def f(x):\n    if x:\n        return {'a': [1, 2]}\n\treturn None\n", '{"results": [{"id": 1, "text": "a \\"quoted\\" word"}]}', "line one\n\nline two\n",
-    "  leading", "trailing  ", "\n\nframed\n\n", "a < b && c > d; <b>bold</b> </s", "1234567890 3.14159 1e-9", "<", "tab\tand\r\nreturn", "مرحبا بالعالم", "हिन्दी पाठ",
+    "What is the capital of France?", "ok", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich.",
+    "東京は日本の首都です。", "🙂👩‍👩‍👧 café nai\u0308ve", "def f(x):\n    if x:\n        return {'a': [1, 2]}\n\treturn None\n",
+    '{"results": [{"id": 1, "text": "a \\"quoted\\" word"}]}', "line one\n\nline two\n", "  leading", "trailing  ", "\n\nframed\n\n",
+    "a < b && c > d; <b>bold</b> </s", "1234567890 3.14159 1e-9", "<", "tab\tand\r\nreturn", "مرحبا بالعالم", "हिन्दी पाठ",
 )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def play(renderer: Renderer, conversation: Conversation, tools: Sequence[Any] = 
     for turn in conversation.turns:
         sampled = (*tokenizer.encode(turn.text), tokenizer.added[turn.end])
         action: Action = renderer.parse(sampled, FinishReason.STOP, 8)
-        assert len(action.calls) == turn.calls and not action.errors, (turn.text, action)
+        assert (len(action.calls), action.errors) == (turn.calls, ()), (turn.text, action)
         delta = renderer.delta(turn.observation, sampled, history=messages, tools=tools)
         messages = [*messages, renderer.message(action)]
         played.messages.append(messages)

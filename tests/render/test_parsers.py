@@ -13,12 +13,14 @@ from agentrl.types import Action, FinishReason, ParseError, ToolCall
 
 NAMES = sorted(WRITERS)
 MARKERS = (
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<answer>", "</answer>", "<search>", "</search>", "<function=f>", "</function>",
-    "<parameter=q>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```json\n", "\n```", "```tool_code\n",
-    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.f:0", "<|channel|>analysis",
-    "<|channel|>commentary to=functions.f", "<|channel|>final", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>", "{", "}", "[", "]", '"', "\\",
-    '{"name": "f", "arguments": {"q": "x"}}', '{"name": "f"', '"arguments"', ":", ",", ";", "null", "5", "[]", "f(x=1)", "\ud800", "\\ud800", "\x00", "\n", "NaN", "1e999",
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<answer>", "</answer>", "<search>", "</search>", "<function=f>",
+    "</function>", "<parameter=q>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>",
+    "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>", "```json\n", "\n```", "```tool_code\n", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.f:0", "<|channel|>analysis", "<|channel|>commentary to=functions.f",
+    "<|channel|>final", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>", "{", "}", "[", "]", '"', "\\",
+    '{"name": "f", "arguments": {"q": "x"}}', '{"name": "f"', '"arguments"', ":", ",", ";", "null", "5", "[]", "f(x=1)",
+    "\ud800", "\\ud800", "\x00", "\n", "NaN", "1e999",
 )  # fmt: skip
 soup = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(max_size=8)), max_size=10).map("".join)
 
@@ -123,22 +125,33 @@ JSON_FORMATS = {
 }
 
 
+BROKEN = (
+    '{"name": "f", "arguments": {"q": "a" b"}}',
+    '{"name": "f", "arguments": {"q": ',
+    "{'name': 'f', 'arguments': {}}",
+    '{"name": "f", "arguments": {"q": NaN}}',
+    '{"name": "f", "arguments": {"q": "\\ud800"}}',
+    '{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
+    "nonsense",
+)
+WRONG = (
+    "5", "null", '"{\\"q\\": 1}"', "true", "[]", '{"name": "f"}', '{"name": "f", "arguments": 5}', '{"name": "f", "arguments": []}',
+    '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}', '{"arguments": {}}',
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", JSON_FORMATS)
 class TestFaults:
     def read(self, name, body):
         return total(name, JSON_FORMATS[name].format(body), FinishReason.STOP)
 
-    @pytest.mark.parametrize("body", [
-        '{"name": "f", "arguments": {"q": "a" b"}}', '{"name": "f", "arguments": {"q": ', "{'name': 'f', 'arguments': {}}", '{"name": "f", "arguments": {"q": NaN}}',
-        '{"name": "f", "arguments": {"q": "\\ud800"}}', '{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}", "nonsense",
-    ])  # fmt: skip
+    @pytest.mark.parametrize("body", BROKEN)
     def test_case_14_broken_json(self, name, body):
         action = self.read(name, body)
         assert not action.calls
         assert [e.kind for e in action.errors] == ["content"]
 
-    @pytest.mark.parametrize("body", ["5", "null", '"{\\"q\\": 1}"', "true", "[]", '{"name": "f"}', '{"name": "f", "arguments": 5}',
-                                      '{"name": "f", "arguments": []}', '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}', '{"arguments": {}}'])  # fmt: skip
+    @pytest.mark.parametrize("body", WRONG)
     def test_case_15_json_of_the_wrong_type(self, name, body):
         action = self.read(name, body)
         assert not action.calls
