@@ -1,0 +1,355 @@
+"""Several SGLang servers behind one Engine: sessions stick to a server, a lost server is started again and given the weights that count.
+
+A member is *ready* (up, with the current weights), *stale* (up, with other weights) or *down*. Generations go to ready members and wait,
+for a bounded time, while there is none. Whatever fails in a way that makes a member's state unknown takes it down; a watcher brings
+it back: a server of ours is started again, an external one is asked until it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
+from agentrl.engine.launch import ServerProcess
+from agentrl.engine.sglang import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
+from agentrl.errors import AgentRLError, EngineFailure, Failure
+
+POLL_S = 0.25
+UNHEALTHY_S = 60.0
+"""a server of ours that lives and does not answer is started again after so long"""
+ROUNDS = 3
+"""how often a weight update is tried before the run stops"""
+Recovery = Callable[[], Awaitable[WeightsManifest]]
+"""gives the current weights as a folder, for a server that has just come back"""
+Send = Callable[[Sequence[SGLangEngine]], Awaitable[Mapping[str, str]]]
+"""brings the weights to all these engines at once; returns what failed, by address"""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server of a fleet."""
+
+    engine: SGLangEngine
+    process: ServerProcess | None = None
+    """None: external"""
+    state: str = "down"
+    """ready, stale, down"""
+    why: str = "not started"
+    since: float = 0.0
+    """when it went down"""
+    spoilt: bool = False
+    """a weight update broke off: nothing is known of its weights"""
+    restarts: int = 0
+    sessions: set[str] = field(default_factory=set)
+
+
+class Fleet:
+    """An `Engine` made of servers. `paused` holds while a weight update is under way.
+
+    Args:
+        members: engines and, where they are ours, their processes.
+        patience_s: how long a generation or an update waits for a server to come back.
+        start_timeout_s: how long a server may take to start.
+    """
+
+    def __init__(self, members: Sequence[Member], *, patience_s: float = 600.0, start_timeout_s: float = 600.0) -> None:
+        self.members = list(members)
+        self.policy_version = 0
+        self.recovery: Recovery | None = None
+        self.causes: dict[str, int] = {}
+        """why members were taken down, with counts"""
+        self._patience_s, self._start_timeout_s = patience_s, start_timeout_s
+        self._where: dict[str, Member] = {}
+        self._changed = asyncio.Condition()
+        self._weights = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._asleep = self._paused = self._closed = False
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start our servers side by side, and wait until all members answer.
+
+        Raises:
+            EngineFailure: one did not; all are stopped.
+        """
+        try:
+            for m in self.members:
+                if m.process is not None:
+                    m.process.start()
+            await _all(self._come_up(m) for m in self.members)
+        except BaseException:
+            await self.close()
+            raise
+        for m in self.members:
+            m.state, m.why = "ready", ""
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop our servers; external ones go on. Idempotent."""
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await asyncio.gather(*(m.engine.close() for m in self.members), return_exceptions=True)
+        await asyncio.gather(*(m.process.stop() for m in self.members if m.process is not None))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _come_up(self, member: Member) -> None:
+        if member.process is not None:
+            await member.process.wait_ready(self._start_timeout_s)
+        await member.engine.start()
+
+    async def _down(self, member: Member, failure: Failure) -> None:
+        """Take a member out; the watcher brings it back."""
+        if member.state == "down" or self._closed:
+            return
+        member.state, member.why = "down", str(failure)
+        self.causes[failure.cause] = self.causes.get(failure.cause, 0) + 1
+        member.since = asyncio.get_running_loop().time()
+        for session in member.sessions:
+            self._where.pop(session, None)
+        member.sessions.clear()
+
+    async def _set(self, member: Member, state: str, why: str = "") -> None:
+        async with self._changed:
+            member.state, member.why = state, why
+            self._changed.notify_all()
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """See servers die, bring them back, give them the weights they lack."""
+        busy: dict[Member, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for m in self.members:
+                    if m.state != "down" and m.process is not None and not m.process.alive:
+                        await self._down(
+                            m, EngineFailure(f"the server at {m.engine.address} died", "engine: server died")
+                        )
+                    if m.state != "ready" and (m not in busy or busy[m].done()):
+                        busy[m] = asyncio.create_task(self._bring_back(m))
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in busy.values():
+                task.cancel()
+            await asyncio.gather(*busy.values(), return_exceptions=True)
+
+    async def _bring_back(self, member: Member) -> None:
+        """One try to make a member ready; what fails is noted, and the watcher tries again."""
+        try:
+            if member.state == "down":
+                await self._revive(member)
+                await self._set(member, "stale")
+            await self._refresh(member)
+        except AgentRLError as e:
+            member.state, member.why = "down", str(e)
+            await asyncio.sleep(POLL_S)
+
+    async def _revive(self, member: Member) -> None:
+        """Have the server answer: wait for one that lives, start one that is ours and died, or is spoilt, or has been down for long."""
+        process = member.process
+        long_down = asyncio.get_running_loop().time() - member.since > UNHEALTHY_S
+        if process is not None and (member.spoilt or long_down or not process.alive):
+            await process.stop()
+            member.restarts += 1
+            process.start()
+            member.since = asyncio.get_running_loop().time()
+            await self._come_up(member)
+            member.spoilt = False
+            return
+        await member.engine.health()
+        await member.engine.start()
+        await member.engine.resume()
+
+    async def _refresh(self, member: Member) -> None:
+        """Make a stale member ready: with the weights it has, if they are the current ones, else with those of `recovery`."""
+        async with self._weights:
+            if member.state != "stale" or self._asleep:
+                return
+            found = (await member.engine.health()).policy_version
+            if found != self.policy_version or member.spoilt:
+                if self.recovery is None:
+                    raise EngineFailure(
+                        f"{member.engine.address} has old weights and nobody gives it new ones", "engine: old weights"
+                    )
+                await member.engine.update_weights(await self.recovery(), self.policy_version)
+            member.spoilt = False
+            member.engine.policy_version = self.policy_version
+            await self._set(member, "ready")
+
+    async def _usable(self, states: Sequence[str]) -> list[Member]:
+        """Members in one of these states, as soon as there is one.
+
+        Raises:
+            EngineFailure: there is none for `patience_s`.
+        """
+
+        def found() -> list[Member]:
+            return [m for m in self.members if m.state in states]
+
+        try:
+            async with asyncio.timeout(self._patience_s), self._changed:
+                await self._changed.wait_for(lambda: found() or self._closed)
+        except TimeoutError:
+            whys = "; ".join(f"{m.engine.address}: {m.state}: {m.why}" for m in self.members)
+            raise EngineFailure(
+                f"no engine came back within {self._patience_s:g} s: {whys}", "engine: none left"
+            ) from None
+        if self._closed:
+            raise EngineFailure("the engines are closed", "engine closed")
+        return found()
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+        """Ask the session's server; see `Engine.generate`."""
+        member = await self._member_of(session)
+        try:
+            return await member.engine.generate(ids, sampling, session=session)
+        except EngineFailure as e:
+            if e.cause.startswith("engine:") and not e.cause.startswith("engine: HTTP 4"):
+                await self._down(member, e)
+            raise
+
+    async def _member_of(self, session: str) -> Member:
+        member = self._where.get(session)
+        if member is None or member.state != "ready":
+            ready = await self._usable(("ready",))
+            member = min(ready, key=lambda m: len(m.sessions))
+            member.sessions.add(session)
+            self._where[session] = member
+        return member
+
+    async def release(self, session: str) -> None:
+        """Forget where the session was."""
+        member = self._where.pop(session, None)
+        if member is not None:
+            member.sessions.discard(session)
+
+    async def pause(self) -> None:
+        """Pause all members; one that cannot is taken down. Idempotent."""
+        if not self._paused:
+            await self._weights.acquire()
+            self._paused = True
+        await self._on_each([m for m in self.members if m.state == "ready"], lambda e: e.pause())
+
+    async def resume(self) -> None:
+        """Resume all members that are up."""
+        await self._on_each([m for m in self.members if m.state != "down"], lambda e: e.resume())
+        if self._paused:
+            self._paused = False
+            self._weights.release()
+
+    async def abort(self, session: str | None = None) -> None:
+        """Give up requests in flight, of one session or all."""
+        where = self._where.get(session) if session is not None else None
+        await self._on_each([where] if where else self.members if session is None else [], lambda e: e.abort(session))
+
+    async def sleep(self, *, weights: bool = False) -> None:
+        """Free memory; `weights`: also theirs, so they must be sent again before the members are of use."""
+        self._asleep = True
+        tags = ALL_MEMORY if weights else KEPT_WEIGHTS
+        await self._on_each([m for m in self.members if m.state == "ready"], lambda e: e.sleep(tags))
+
+    async def wake(self, tags: Sequence[str] = KEPT_WEIGHTS, *, ready: bool = True) -> None:
+        """Take memory back."""
+        await self._on_each([m for m in self.members if m.state == "ready"], lambda e: e.wake(tags, ready=ready))
+        self._asleep = not ready
+
+    async def health(self) -> EngineInfo:
+        """Of the first member that is ready; EngineFailure if none is."""
+        ready = [m for m in self.members if m.state == "ready"]
+        if not ready:
+            whys = "; ".join(f"{m.engine.address}: {m.why}" for m in self.members)
+            raise EngineFailure(f"no engine is ready: {whys}", "engine: none left")
+        return await ready[0].engine.health()
+
+    async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
+        """Have every member read a folder; those that fail are taken down, and one must have them."""
+
+        async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
+            return await _failures(engines, lambda e: e.update_weights(weights, policy_version))
+
+        await self.transfer(send, policy_version)
+
+    async def transfer(self, send: Send, policy_version: int) -> list[SGLangEngine]:
+        """Bring new weights to all members that are up, by `send`; tried again with those that come back until one has them.
+
+        Raises:
+            EngineFailure: none has them after some rounds, or they were refused without being touched.
+        """
+        owned = not self._paused
+        await self.pause()
+        failed: Mapping[str, str] = {}
+        try:
+            for _ in range(ROUNDS):
+                members = await self._usable(("ready", "stale"))
+                await self._on_each([m for m in members if m.state == "stale"], lambda e: e.pause())
+                failed = await send([m.engine for m in members])
+                if failed and all(text.startswith("weights ") for text in failed.values()):
+                    break
+                await self._sort_out(members, failed, policy_version)
+                if len(failed) < len(members):
+                    return [m.engine for m in members if m.engine.address not in failed]
+        finally:
+            if owned:
+                await self.resume()
+        causes = "; ".join(text.partition("\n")[2] or text for text in failed.values())
+        first = next(iter(failed.values()), "").partition("\n")[0]
+        raise EngineFailure(
+            f"no engine took the weights of version {policy_version}: {causes}", first or "weights not taken"
+        )
+
+    async def _sort_out(self, members: Sequence[Member], failed: Mapping[str, str], policy_version: int) -> None:
+        """Those that have the weights are ready, the others are discarded."""
+        done = [m for m in members if m.engine.address not in failed]
+        if done:
+            self.policy_version = policy_version
+        for m in members:
+            if m in done:
+                m.engine.policy_version, m.spoilt = policy_version, False
+                await self._set(m, "ready")
+            else:
+                m.spoilt = True
+                await self._down(m, _as_failure(failed[m.engine.address]))
+
+    async def _on_each(self, members: Sequence[Member], what: Callable[[SGLangEngine], Awaitable[Any]]) -> None:
+        failed = await _failures([m.engine for m in members], what)
+        for m in members:
+            if m.engine.address in failed:
+                await self._down(m, _as_failure(failed[m.engine.address]))
+
+
+async def _failures(engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]) -> dict[str, str]:
+    """Do it on all at once; what failed, by address."""
+    found = await asyncio.gather(*(what(e) for e in engines), return_exceptions=True)
+    failed = {}
+    for engine, result in zip(engines, found, strict=True):
+        if isinstance(result, Failure):
+            failed[engine.address] = f"{result.cause}\n{result}"
+        elif isinstance(result, BaseException):
+            raise result
+    return failed
+
+
+def _as_failure(text: str) -> EngineFailure:
+    cause, _, message = text.partition("\n")
+    return EngineFailure(message or cause, cause)
+
+
+async def _all(work: Any) -> None:
+    """Wait for all; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,403 @@
+"""One SGLang server behind the Engine protocol, over its native HTTP API: ids in, ids and log-probs out.
+
+What it is not: the process (see `launch`) and not a fleet (see `fleet`). While it is paused it sends nothing, and what was in flight
+waits in the server, retracted, so that requests can be given up and weights changed. Every answer says which weights sampled it; an answer
+of other weights than those last synced is a failure, since the server must have been restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
+from agentrl.engine.http import HttpClient
+from agentrl.engine.sglang_protocol import (
+    ServerFacts,
+    finish_reason,
+    read_generation,
+    read_version,
+    request_body,
+    sampled_tokens,
+)
+from agentrl.engine.weights import check_weights
+from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.types import FinishReason
+
+QUICK_S = 10.0
+"""of a question about the server's state"""
+ALL_MEMORY = ("kv_cache", "weights", "cuda_graph")
+KEPT_WEIGHTS = ("kv_cache", "cuda_graph")
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """One request that the server has."""
+
+    session: str
+    rid: str = ""
+    version: int = 0
+    """of the weights when it was sent"""
+    sent: bool = False
+    """the server has it and has not answered"""
+    task: asyncio.Task[Any] | None = None
+    given_up: EngineAbort | None = None
+
+
+class SGLangEngine:
+    """An `Engine` at an HTTP address.
+
+    Args:
+        address: http://host:port of a server that is up (or will be when `start` is called).
+        model_dir: the model's folder, if it can be read here: weights are then checked against it before they are sent.
+        context_length: most tokens of context and generation; None: what the server says.
+        policy_version: of the weights that the server starts with.
+        timeout_s: how long a call other than `generate` may take.
+        generate_timeout_s: how long one generation may take, queueing included.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        model_dir: Path | None = None,
+        context_length: int | None = None,
+        policy_version: int = 0,
+        timeout_s: float = 300.0,
+        generate_timeout_s: float = 3600.0,
+    ) -> None:
+        self.address = address.rstrip("/")
+        self.http = HttpClient(address)
+        self.policy_version = policy_version
+        self._first_version = policy_version
+        self._model_dir = model_dir
+        self._context_length = context_length
+        self._timeout_s = timeout_s
+        self._generate_timeout_s = generate_timeout_s
+        self.vocab_size = _vocab_size(model_dir)
+        """ids are below it; None: not known"""
+        self.started = 0
+        """how often `start` found a server: what was agreed with an earlier one is gone"""
+        self._facts: ServerFacts | None = None
+        self._flights: set[_Flight] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._asleep = False
+        self._closed = False
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> ServerFacts:
+        """What the server said of itself at the start.
+
+        Raises:
+            EngineFailure: not started, or closed.
+        """
+        if self._closed:
+            raise EngineFailure(f"the engine at {self.address} is closed", "engine closed")
+        if self._facts is None:
+            raise EngineFailure(
+                f"the engine at {self.address} was not started; await start() first", "engine not started"
+            )
+        return self._facts
+
+    @property
+    def gives_checksums(self) -> bool:
+        """`checksums` gives some."""
+        return self._facts is not None and self._facts.checksums
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the server has."""
+        return len(self._flights)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of context and generation together."""
+        known = [n for n in (self._context_length, self.facts.context_length, _positions(self._model_dir)) if n]
+        if not known:
+            raise EngineFailure(
+                f"the server at {self.address} does not say its context length; give context_length",
+                "no context length",
+            )
+        return min(known)
+
+    async def start(self) -> None:
+        """Ask the server what it is; a second call asks again (after a restart)."""
+        info = await self.http.get("/server_info", timeout_s=self._timeout_s)
+        try:
+            paths = (await self.http.get("/openapi.json", timeout_s=QUICK_S)).get("paths", {})
+        except EngineFailure:
+            paths = {}
+        self._facts = ServerFacts.read(info, paths)
+        self._asleep = False
+        self.started += 1
+        self._open.set()
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+        """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is given up by the server too."""
+        facts = self.facts
+        if self._asleep:
+            raise EngineFailure(f"the engine at {self.address} sleeps; wake it before generate", "engine asleep")
+        context = list(ids)
+        room = check_request(context, sampling, self.context_length)
+        if self.vocab_size is not None and not (min(context) >= 0 and max(context) < self.vocab_size):
+            raise EngineFailure(f"the context holds ids outside 0..{self.vocab_size - 1}", "ids outside the vocabulary")
+        flight = _Flight(session)
+        self._flights.add(flight)
+        try:
+            while True:
+                answer = await self._ask(flight, context, sampling, room, seeded=facts.deterministic)
+                if finish_reason(answer, self.address) is not FinishReason.ABORT:
+                    return self._checked(read_generation(answer, self._first_version, self.address), flight)
+                if sampled_tokens(answer):
+                    raise EngineAbort("the generation was given up while it was in flight", "weight update")
+        finally:
+            self._flights.discard(flight)
+
+    async def _ask(self, flight: _Flight, ids: list[int], sampling: SamplingParams, room: int, *, seeded: bool) -> Any:
+        """Send one request, once the engine is not paused; EngineAbort if it is given up."""
+        flight.rid = uuid.uuid4().hex
+        flight.task = asyncio.create_task(
+            self._send(flight, request_body(ids, sampling, room, flight.rid, seeded=seeded))
+        )
+        try:
+            await asyncio.wait({flight.task})
+        except asyncio.CancelledError:
+            flight.task.cancel()
+            self._later(self._abort_quietly(flight.rid))
+            raise
+        if flight.given_up is not None:
+            if not flight.task.cancelled():
+                flight.task.exception()
+            raise flight.given_up
+        return flight.task.result()
+
+    async def _send(self, flight: _Flight, body: dict[str, Any]) -> Any:
+        await self._open.wait()
+        flight.version, flight.sent = self.policy_version, True
+        try:
+            return await self.http.post("/generate", body, timeout_s=self._generate_timeout_s)
+        finally:
+            flight.sent = False
+
+    def _checked(self, generation: Generation, flight: _Flight) -> Generation:
+        if generation.policy_version not in (self.policy_version, flight.version):
+            raise EngineFailure(
+                f"the engine at {self.address} answers with weights of version {generation.policy_version}, "
+                f"version {self.policy_version} was synced: it must have been restarted",
+                "engine: old weights",
+            )
+        return generation
+
+    async def release(self, session: str) -> None:
+        """Nothing: SGLang keeps prefixes as long as there is room."""
+
+    # -- control -----------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Send nothing more; what is in flight is retracted to the server's queue and waits there."""
+        self._open.clear()
+        await self._call("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._call("/continue_generation", {})
+        self._open.set()
+
+    async def abort(self, session: str | None = None) -> None:
+        """Give up requests in flight, of one session or all: they raise EngineAbort at once, the server hears of it."""
+        flights = [f for f in self._flights if session in (None, f.session)]
+        for flight in flights:
+            flight.given_up = EngineAbort("the request was aborted", "aborted")
+            if flight.task is not None:
+                flight.task.cancel()
+        for flight in flights:
+            await self._abort_quietly(flight.rid)
+
+    async def sleep(self, tags: Sequence[str] = KEPT_WEIGHTS) -> None:
+        """Free the server's memory of these tags (the weights stay unless they are named); refused while requests are in flight."""
+        facts = self.facts
+        if self._flights:
+            raise EngineFailure(
+                f"the engine at {self.address} has {len(self._flights)} requests in flight and cannot sleep",
+                "engine busy",
+            )
+        if facts.memory_saver and not self._asleep:
+            await self._flush()
+            await self._call("/release_memory_occupation", {"tags": list(tags)})
+        self._asleep = True
+
+    async def wake(self, tags: Sequence[str] = KEPT_WEIGHTS, *, ready: bool = True) -> None:
+        """Take memory of these tags back; `ready`: generations may come again."""
+        if self.facts.memory_saver and self._asleep:
+            await self._call("/resume_memory_occupation", {"tags": list(tags)})
+        self._asleep = not ready
+
+    async def health(self) -> EngineInfo:
+        """What it is; EngineFailure if it does not answer within seconds."""
+        facts = self.facts
+        info = await self.http.get("/model_info", timeout_s=QUICK_S)
+        return EngineInfo(
+            name="sglang",
+            version=facts.version,
+            policy_version=read_version(info.get("weight_version"), self._first_version),
+            context_length=self.context_length,
+            deterministic=facts.deterministic,
+        )
+
+    async def close(self) -> None:
+        """Fail what is in flight and drop the connections; the server itself goes on. Idempotent."""
+        self._closed = True
+        self._open.set()
+        for flight in list(self._flights):
+            if flight.task is not None and not flight.task.done():
+                flight.given_up = flight.given_up or EngineAbort("the engine was closed", "engine closed")
+                flight.task.cancel()
+        for task in list(self._background):
+            task.cancel()
+        await self.http.close()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
+        """Have the server read a folder; see `Engine.update_weights`. The folder must be readable where the server runs."""
+        await asyncio.to_thread(check_weights, weights, self._model_dir)
+        was_open = self._open.is_set()
+        await self.begin_weights()
+        body = {"model_path": str(weights.path), "flush_cache": True, "weight_version": str(policy_version)}
+        await self._call("/update_weights_from_disk", body)
+        await self._took(policy_version)
+        if was_open:
+            await self.resume()
+
+    async def begin_weights(self, *, bracket: bool = False) -> None:
+        """Pause and give up what is in flight; `bracket`: announce weights over tensors or a group where the server wants it."""
+        if self._open.is_set():
+            await self.pause()
+        await self.give_up()
+        if bracket and self.facts.brackets:
+            await self._call("/begin_weight_update", {})
+
+    async def end_weights(self, policy_version: int) -> None:
+        """The weights that `begin_weights(bracket=True)` announced are all there: answer with them, and with their version, from now on.
+
+        Raises:
+            EngineFailure: the server may hold a mixture of two versions; it must be discarded.
+        """
+        if self.facts.brackets:
+            await self._call("/end_weight_update", {})
+        await self._flush()
+        await self._call("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
+        await self._took(policy_version)
+
+    async def _took(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+        found = (await self.health()).policy_version
+        if found != policy_version:
+            raise EngineFailure(
+                f"{self.address} says version {found} after version {policy_version} was sent", "engine: old weights"
+            )
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probs of ids[1:] by the weights that the server has now, also while it is paused for everybody else."""
+        await self._call("/continue_generation", {})
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
+        pairs = answer["meta_info"]["input_token_logprobs"]
+        return [float(p[0]) for p in pairs[1:]]
+
+    async def give_up(self) -> None:
+        """Have the paused server answer everything that it has; requests without a sampled token will be asked again.
+
+        A request that reached the server after the pause waits before its scheduler and cannot be given up: it has no token yet and
+        will be sampled by the new weights. So it is enough that the scheduler is idle, which a flushed cache proves.
+        """
+        limit = asyncio.get_running_loop().time() + self._timeout_s
+        while any(f.sent for f in self._flights):
+            await self._call("/abort_request", {"rid": "", "abort_all": True})
+            await asyncio.sleep(0.05)
+            if not any(f.sent for f in self._flights) or await self._idle():
+                await asyncio.sleep(0.05)
+                return
+            if asyncio.get_running_loop().time() > limit:
+                raise EngineFailure(
+                    f"{self.address} did not give up its requests within {self._timeout_s:g} s", "engine: timeout"
+                )
+
+    async def _idle(self) -> bool:
+        try:
+            await self._call("/flush_cache", {})
+        except EngineFailure as e:
+            if "HTTP 4" not in e.cause:
+                raise
+            return False
+        return True
+
+    async def checksums(self) -> dict[str, str] | None:
+        """A checksum of every parameter by the server's own names; None where the server gives none that can be compared."""
+        if not self.facts.checksums:
+            return None
+        answer = await self._call("/weights_checker", {"action": "checksum"})
+        ranks = answer.get("ranks") or [{}]
+        found = ranks[0].get("checksums")
+        return dict(found) if found else None
+
+    # -- pieces ------------------------------------------------------------------------------------------------------
+
+    async def _call(self, path: str, body: dict[str, Any]) -> Any:
+        """A command that must succeed."""
+        _ = self.facts
+        answer = await self.http.post(path, body, timeout_s=self._timeout_s)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailure(f"{self.address}{path}: {answer.get('message')}", f"engine: {path.strip('/')} refused")
+        return answer
+
+    async def _flush(self) -> None:
+        """Drop the prefix cache; for a moment after the last answer the server may still count it as running."""
+        for wait_s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
+            if await self._idle():
+                return
+            await asyncio.sleep(wait_s)
+        await self._call("/flush_cache", {})
+
+    async def _abort_quietly(self, rid: str) -> None:
+        try:
+            await self.http.post("/abort_request", {"rid": rid}, timeout_s=QUICK_S)
+        except EngineFailure:
+            return  # a server that is gone has given it up too
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _config(model_dir: Path | None) -> dict[str, Any]:
+    if model_dir is None or not (model_dir / "config.json").exists():
+        return {}
+    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def _vocab_size(model_dir: Path | None) -> int | None:
+    return _config(model_dir).get("vocab_size")
+
+
+def _positions(model_dir: Path | None) -> int | None:
+    return _config(model_dir).get("max_position_embeddings")

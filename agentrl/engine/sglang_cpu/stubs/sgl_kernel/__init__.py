@@ -1,0 +1,17 @@
+"""Stands in for SGLang's compiled kernels on a CPU that they are not built for. SGLang imports some names at its top level that only
+speculative decoding calls; everything else has a fallback in PyTorch. So every name exists here, and fails when it is called.
+"""
+
+from typing import Any
+
+__version__ = "0.0.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} is not there on this CPU")
+
+    return missing

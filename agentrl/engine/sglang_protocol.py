@@ -1,0 +1,146 @@
+"""What differs between versions of SGLang, told from the server itself, and how its answers read."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.engine.base import Generation, SamplingParams
+from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.types import FinishReason
+
+TESTED = ("0.5.17", "0.5.23")
+"""on GPU; on CPU"""
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    version: str
+    device: str
+    """cpu, cuda"""
+    tp_size: int
+    brackets: bool
+    """weights over tensors or a group stand between /begin_weight_update and /end_weight_update"""
+    checksums: bool
+    """/weights_checker gives a plain SHA-256 of every parameter (CPU, one rank)"""
+    memory_saver: bool
+    """memory can be released and resumed"""
+    deterministic: bool
+    context_length: int | None
+
+    @classmethod
+    def read(cls, info: Mapping[str, Any], paths: Mapping[str, Any]) -> ServerFacts:
+        """From /server_info and the paths of /openapi.json; warns of an untested version."""
+        version = str(info.get("version", "unknown"))
+        if version not in TESTED:
+            warnings.warn(
+                f"SGLang {version} was not tested with agentrl; tested: {', '.join(TESTED)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        device, tp = str(info.get("device") or "cuda"), int(info.get("tp_size") or 1)
+        length = info.get("context_length")
+        return cls(
+            version=version,
+            device=device,
+            tp_size=tp,
+            brackets="/begin_weight_update" in paths if paths else _at_least(version, (0, 5, 23)),
+            checksums="/weights_checker" in paths and device == "cpu" and tp == 1,
+            memory_saver=bool(info.get("enable_memory_saver")),
+            deterministic=bool(info.get("enable_deterministic_inference")),
+            context_length=int(length) if length else None,
+        )
+
+
+def _at_least(version: str, least: tuple[int, ...]) -> bool:
+    parts = version.split(".")[:3]
+    return all(p.isdigit() for p in parts) and tuple(map(int, parts)) >= least
+
+
+def request_body(ids: list[int], sampling: SamplingParams, room: int, rid: str, *, seeded: bool) -> dict[str, Any]:
+    """The body of /generate: ids in, ids and log-probs out, nothing trimmed."""
+    params: dict[str, Any] = {
+        "max_new_tokens": room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if seeded:
+        params["sampling_seed"] = sampling.seed & 0x7FFFFFFF
+    return {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
+
+
+def read_version(text: Any, unnamed: int) -> int:
+    """A weight version as a policy version; SGLang's 'default' stands for the weights that the server started with."""
+    return int(text) if str(text).isdigit() else unnamed
+
+
+def sampled_tokens(answer: Any) -> int:
+    """How many tokens an answer (also of an aborted request) holds."""
+    meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
+    return max(len(meta.get("output_token_logprobs") or ()), int(meta.get("completion_tokens") or 0))
+
+
+def finish_reason(answer: Any, address: str) -> FinishReason:
+    """Why an answer ended.
+
+    Raises:
+        EngineFailure: it does not say, or is no answer.
+    """
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if kind not in _REASONS:
+        raise EngineFailure(
+            f"{address}/generate answered without a finish reason: {str(answer)[:300]}", "engine: no finish reason"
+        )
+    return _REASONS[kind]
+
+
+def read_generation(answer: Mapping[str, Any], unnamed_version: int, address: str) -> Generation:
+    """The answer of /generate as a Generation.
+
+    Raises:
+        EngineFailure: ids and log-probs do not belong together, or are no numbers.
+        EngineAbort: two versions of the weights sampled it.
+    """
+    meta = answer["meta_info"]
+    spans = meta.get("weight_versions") or ()
+    if len(spans) > 1:
+        raise EngineAbort("the weights changed while the generation was in flight", "weight update")
+    pairs = meta.get("output_token_logprobs") or ()
+    ids = tuple(int(p[1]) for p in pairs)
+    log_probs = tuple(float("nan") if p[0] is None else float(p[0]) for p in pairs)
+    said = answer.get("output_ids")
+    if said is not None and tuple(said) != ids:
+        raise EngineFailure(
+            f"{address}/generate: output_ids ({len(said)}) and the ids of output_token_logprobs ({len(ids)}) differ",
+            "engine: ids and log-probs differ",
+        )
+    if not all(math.isfinite(p) and p <= 1e-3 for p in log_probs):
+        raise EngineFailure(
+            f"{address}/generate sent log-probs that are not numbers up to 0", "engine: log-probs not finite"
+        )
+    reason = meta["finish_reason"]
+    return Generation(
+        ids=ids,
+        log_probs=log_probs,
+        finish_reason=_REASONS[reason["type"]],
+        matched_stop=reason.get("matched") if reason["type"] == "stop" else None,
+        policy_version=read_version(meta.get("weight_version"), unnamed_version),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+    )
