@@ -154,6 +154,10 @@ class MegatronTrainer:
             mark = fingerprint(folder)
         return WeightsManifest(path, mark)
 
+    def deliver(self, action: str, **arguments: Any) -> list[Any]:
+        """Have every stage's first rank bring its weights to engines (train/send.py); the answers of those ranks, by stage."""
+        return [a for a in self._ask("deliver", action=action, arguments=arguments) if a is not None]
+
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         with new_folder(path) as folder:

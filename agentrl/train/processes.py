@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -39,6 +40,8 @@ class Workers:
         self.logs = [folder / f"rank{r}.log" for r in range(world)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
+        self._asking = threading.RLock()
+        """one question at a time, from whatever thread"""
         env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
         root = str(Path(__file__).parents[2])  # workers find this very package, installed or not
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
@@ -74,6 +77,10 @@ class Workers:
             WorkerError: a rank died, raised, or did not answer in time. All ranks are stopped then.
             UsageError: a rank found something wrong that a person wrote. Likewise.
         """
+        with self._asking:
+            return self._ask(command, arguments, timeout_s)
+
+    def _ask(self, command: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
         if not self.connections:
             raise WorkerError(f"{command}: the trainer's workers have been stopped")
         try:

@@ -24,6 +24,7 @@ from agentrl.train.convert import HuggingFaceWeights, gather
 from agentrl.train.loss import token_loss, vocab_parallel_log_probs
 from agentrl.train.memory import Parked
 from agentrl.train.model import DTYPES, Built, build
+from agentrl.train.send import Sender
 from agentrl.train.shape import read_shape
 from agentrl.train.worker import Setup
 
@@ -50,6 +51,7 @@ class TrainerRank:
         )
         self.steps = 0
         self._parked: Parked | None = None
+        self._sender = Sender(self.built, self.device)
 
     @property
     def place(self) -> dict[str, int | bool]:
@@ -176,6 +178,10 @@ class TrainerRank:
         file = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
         save_file(tensors, path / file, metadata={"format": "pt"})
         return {"file": file, "names": list(tensors), "bytes": sum(t.nbytes for t in tensors.values())}
+
+    def deliver(self, action: str, arguments: dict[str, Any]) -> Any:
+        """Bring the weights to engines; `action` names a method of `Sender`."""
+        return getattr(self._sender, action)(**arguments)
 
     def save(self, path: Path) -> None:
         """Write a distributed checkpoint into the folder `path`."""
