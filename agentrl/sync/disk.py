@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
 from agentrl.engine.base import Engine
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.sync.base import WeightSync, on_each
 from agentrl.train.base import Trainer
 
 
-class DiskSync:
-    """Carries weights from the trainer to the engine, one version at a time."""
+class DiskSync(WeightSync):
+    """For any engine that can read the folder; the fingerprint of what was written is checked before it is read."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: where to put them; None: shared memory if the machine has it, else the temporary folder."""
-        memory = Path("/dev/shm")
-        parent = folder or (memory if memory.is_dir() else None)
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=parent))
-
-    async def sync(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
-        """Pause, export, update, check the fingerprint (the engine does), resume with the new version.
-
-        Raises:
-            WorkerError, EngineFailure: one side failed; the engine stays at its old version.
-        """
+    async def update(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
+        """Export, have the engine read, remove."""
         target = self.folder / f"v{policy_version}"
-        await engine.pause()
+        shutil.rmtree(target, ignore_errors=True)  # of a run that broke off
         try:
-            manifest = await asyncio.to_thread(trainer.export_weights, target)
-            await engine.update_weights(manifest, policy_version)
+            with self.clock("export_s"):
+                manifest = await asyncio.to_thread(trainer.export_weights, target)
+            if not isinstance(engine, Fleet):
+                with self.clock("update_s"):
+                    await engine.update_weights(manifest, policy_version)
+                return
+            expected = await self.expected(trainer, engine)
+
+            async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
+                failed: dict[str, str] = {}
+                with self.clock("update_s"):
+                    await on_each(engines, failed, lambda e: e.update_weights(manifest, policy_version))
+                return failed | await self.verify([e for e in engines if e.address not in failed], expected)
+
+            await engine.transfer(send, policy_version)
         finally:
             shutil.rmtree(target, ignore_errors=True)
-            await engine.resume()
-
-    def close(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,113 @@
+"""What all ways of bringing weights to engines share: timings, the check afterwards, weights for an engine that comes back, memory in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.engine.base import Engine, WeightsManifest
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.errors import EngineFailure
+from agentrl.sync.verify import Expected, compare, expect
+from agentrl.train.base import Trainer
+
+
+class WeightSync:
+    """Carries weights from the trainer to the engine, one version at a time: pause, update, verify, new version, resume."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: where folders of weights go; None: shared memory if the machine has it, else the temporary folder."""
+        memory = Path("/dev/shm")
+        parent = folder or (memory if memory.is_dir() else None)
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=parent))
+        self.seconds: dict[str, float] = {}
+        """of the last sync: pause, update, verify, resume"""
+        self.difference: float | None = None
+        """the largest absolute difference of engine's and trainer's log-probs after the last sync, where it was measured"""
+        self.bytes = 0
+        """sent in the last sync, where it is known"""
+        self.lent = False
+        """the engine's memory is the trainer's now (colocated)"""
+
+    async def sync(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
+        """Bring the trainer's weights to the engine.
+
+        Raises:
+            WorkerError, EngineFailure: one side failed; no engine answers with a mixture of versions.
+        """
+        self.seconds, self.difference, self.bytes = {}, None, 0
+        with self.clock("pause_s"):
+            await engine.pause()
+        try:
+            await self.update(trainer, engine, policy_version)
+        finally:
+            with self.clock("resume_s"):
+                await engine.resume()
+
+    async def update(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
+        """The part between pause and resume."""
+        raise NotImplementedError
+
+    async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
+        """Give the engine's memory to the trainer, where they share cards. `keep_weights`: the engine's weights stay."""
+
+    async def take_back(self, trainer: Trainer, engine: Engine) -> None:
+        """Undo `lend(keep_weights=True)`."""
+
+    async def current(self, trainer: Trainer) -> WeightsManifest:
+        """The trainer's weights as a folder, for an engine that lost its own."""
+        target = self.folder / "current"
+        shutil.rmtree(target, ignore_errors=True)
+        return await asyncio.to_thread(trainer.export_weights, target)
+
+    async def expected(self, trainer: Any, engine: Fleet) -> Expected:
+        """What the engines must say if they have the trainer's weights."""
+        with self.clock("verify_s"):
+            return await expect(trainer, engine)
+
+    async def verify(self, engines: Sequence[SGLangEngine], expected: Expected) -> dict[str, str]:
+        """The engines that have other weights, by address, with the reason."""
+        with self.clock("verify_s"):
+            failed, self.difference = await compare(engines, expected)
+        return failed
+
+    def clock(self, name: str) -> Clock:
+        """Adds the time of a `with` block to `seconds[name]`."""
+        return Clock(self.seconds, name)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Clock:
+    """Adds up seconds by name."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._started
+
+
+async def on_each(engines: Sequence[SGLangEngine], failed: dict[str, str], what: Any) -> None:
+    """Do something on all engines that have not failed, at once; failures are added to `failed`."""
+    left = [e for e in engines if e.address not in failed]
+    for engine, result in zip(
+        left, await asyncio.gather(*(what(e) for e in left), return_exceptions=True), strict=True
+    ):
+        if isinstance(result, EngineFailure):
+            failed[engine.address] = f"{result.cause}\n{result}"
+        elif isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,126 @@
+"""Weights by handles of memory that trainer and engine share: CUDA memory of the same card, or shared memory on a CPU.
+
+The cycle on one card: the engine sleeps and its memory is the trainer's; after the step its weights' memory wakes, the weights go over in
+flattened buckets, the trainer leaves the card, and the engine's cache wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.engine.base import Engine, WeightsManifest
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.sglang import KEPT_WEIGHTS, SGLangEngine
+from agentrl.errors import ConfigError
+from agentrl.sync.base import WeightSync, on_each
+from agentrl.train.base import Trainer
+from agentrl.train.delivery import Target
+
+BUCKET_BYTES = 1 << 29
+
+
+class ColocatedSync(WeightSync):
+    """For SGLang servers on the trainer's machine."""
+
+    def __init__(
+        self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 300.0, memory_in_turns: bool = True
+    ) -> None:
+        """`memory_in_turns`: engine and trainer share cards, so only one of them has its memory at a time."""
+        super().__init__()
+        self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
+        self._in_turns = memory_in_turns
+        self._offloaded = False
+
+    async def update(self, trainer: Any, engine: Engine, policy_version: int) -> None:
+        """Wake the weights' memory, send, leave the card, wake the rest, verify."""
+        fleet = require_fleet(engine)
+        await self._onload(trainer)
+
+        async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
+            failed: dict[str, str] = {}
+            if self.lent:
+                await on_each(engines, failed, lambda e: e.wake(("weights",), ready=False))
+            await on_each(engines, failed, lambda e: e.begin_weights(bracket=True))
+            with self.clock("update_s"):
+                failed |= await self.deliver(trainer, "tensors", [e for e in engines if e.address not in failed])
+            expected = await self.expected(trainer, fleet)
+            await self._offload(trainer)
+            if self.lent:
+                await on_each(engines, failed, lambda e: e.wake(KEPT_WEIGHTS))
+            with self.clock("finish_s"):
+                await on_each(engines, failed, lambda e: e.end_weights(policy_version))
+            return failed | await self.verify([e for e in engines if e.address not in failed], expected)
+
+        await fleet.transfer(send, policy_version)
+        if self.lent:
+            self.lent = False
+            await fleet.wake((), ready=True)
+
+    async def deliver(self, trainer: Any, action: str, engines: Sequence[SGLangEngine]) -> Mapping[str, str]:
+        """Have the trainer's ranks send; what failed, by address."""
+        if not engines:
+            return {}
+        answers = await asyncio.to_thread(
+            trainer.deliver,
+            action,
+            targets=[Target(e.address, e.facts.tp_size) for e in engines],
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
+        return self.tally(answers)
+
+    def tally(self, answers: Sequence[Any]) -> dict[str, str]:
+        """Add up what the stages sent; what failed, by address."""
+        self.bytes += sum(a.bytes for a in answers)
+        self.seconds["send_s"] = self.seconds.get("send_s", 0.0) + max((a.seconds for a in answers), default=0.0)
+        return {
+            address: f"engine: weight transfer\n{address}{why}" for a in answers for address, why in a.failed.items()
+        }
+
+    async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
+        """The engine sleeps, the trainer comes onto the card."""
+        if self._in_turns and not self.lent:
+            await require_fleet(engine).sleep(weights=not keep_weights)
+            self.lent = True
+        await self._onload(trainer)
+
+    async def take_back(self, trainer: Trainer, engine: Engine) -> None:
+        """The trainer leaves the card, the engine wakes with the weights that it kept."""
+        await self._offload(trainer)
+        if self.lent:
+            self.lent = False
+            await require_fleet(engine).wake()
+
+    async def current(self, trainer: Trainer) -> WeightsManifest:
+        """See `WeightSync.current`; a trainer that is not on the card comes and goes."""
+        away = self._offloaded
+        await self._onload(trainer)
+        manifest = await super().current(trainer)
+        if away:
+            await self._offload(trainer)
+        return manifest
+
+    async def _onload(self, trainer: Trainer) -> None:
+        if self._offloaded:
+            self._offloaded = False
+            await asyncio.to_thread(trainer.onload)
+
+    async def _offload(self, trainer: Trainer) -> None:
+        if self._in_turns and not self._offloaded:
+            await asyncio.to_thread(trainer.offload)
+            self._offloaded = True
+
+
+def require_fleet(engine: Engine) -> Fleet:
+    """The engine as a fleet of SGLang servers.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(engine, Fleet):
+        raise ConfigError(
+            "--weight-sync colocated and split need --engine sglang; the local engine takes weights by disk"
+        )
+    return engine

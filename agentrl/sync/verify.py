@@ -1,0 +1,91 @@
+"""Whether an engine has the trainer's weights: a checksum of every parameter where the server gives one that can be computed here too
+(on a CPU), and log-probs of a fixed sequence of ids by both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.errors import EngineFailure
+from agentrl.train.base import Row
+
+PROBE_TOKENS = 48
+LIMITS = {"float32": 1e-3, "bfloat16": 0.15}
+"""by the trainer's dtype, the largest mean absolute difference in nats that two implementations of the same weights may show"""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the trainer says of its weights."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """of ids[1:]"""
+    limit: float
+    checksums: dict[str, str] | None
+
+
+async def expect(trainer: Any, fleet: Fleet) -> Expected:
+    """Ask the trainer."""
+    first = fleet.members[0].engine
+    size = first.vocab_size or 256
+    length = min(PROBE_TOKENS, first.context_length - 2)
+    draw = Random(0)
+    ids = np.array([draw.randrange(size) for _ in range(length)], np.int32)
+    ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
+    weights = ones.copy()
+    weights[0] = 0
+    row = Row(ids, weights, zeros, zeros, ones)
+    log_probs = (await asyncio.to_thread(trainer.log_probs, [row] * trainer.copies))[0]
+    sums: dict[str, str] | None = None
+    if any(m.engine.gives_checksums for m in fleet.members):
+        sums = {k: v for stage in await asyncio.to_thread(trainer.deliver, "checksums") for k, v in stage.items()}
+    return Expected(tuple(ids.tolist()), tuple(log_probs[1:].tolist()), LIMITS[trainer.dtype], sums)
+
+
+async def compare(engines: Sequence[SGLangEngine], expected: Expected) -> tuple[dict[str, str], float | None]:
+    """Engines whose weights are others, with the reason, and the largest difference of a log-prob."""
+    found = await asyncio.gather(*(_one(e, expected) for e in engines), return_exceptions=True)
+    failed: dict[str, str] = {}
+    largest: float | None = None
+    for engine, result in zip(engines, found, strict=True):
+        if isinstance(result, EngineFailure):
+            failed[engine.address] = f"{result.cause}\n{result}"
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            largest = max(largest or 0.0, result)
+    return failed, largest
+
+
+async def _one(engine: SGLangEngine, expected: Expected) -> float:
+    """The largest difference of a log-prob.
+
+    Raises:
+        EngineFailure: the weights are others.
+    """
+    sums = await engine.checksums() if expected.checksums else None
+    if sums is not None and sums != expected.checksums:
+        mine = expected.checksums or {}
+        differ = sorted(k for k in sums.keys() | mine.keys() if sums.get(k) != mine.get(k))
+        raise EngineFailure(
+            f"{len(differ)} of {len(mine)} parameters at {engine.address} are not the trainer's: {', '.join(differ[:3])}",
+            "engine: weights differ",
+        )
+    scores = await engine.score(expected.ids)
+    differences = np.abs(np.array(scores) - np.array(expected.log_probs))
+    if not differences.mean() <= expected.limit:
+        raise EngineFailure(
+            f"log-probs at {engine.address} differ from the trainer's by {differences.mean():.4f} nat in the mean "
+            f"(at most {expected.limit:g} is expected of the same weights)",
+            "engine: weights differ",
+        )
+    return float(differences.max())
