@@ -57,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     train = add("train", run_train, "train a policy in an environment")
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder from its last checkpoint, with its own settings")
+    only = "train on recorded episodes (a run folder or a folder of episodes), without an engine"
+    train.add_argument("--train-only", type=Path, metavar="EPISODES", help=only)
     add("rollout", run_rollout, "run and record episodes without training (--num-rollout times --rollout-batch-size tasks)")
     add("eval", run_eval, "evaluate a policy on the held-out tasks")
     sft = add("sft", run_sft, "train on recorded episodes or on conversations, with the same masks")
@@ -98,6 +100,11 @@ def run_train(args: argparse.Namespace, rest: Words) -> int:
         if changed:
             raise ConfigError(f"--resume goes on with the run's own settings; leave out --{changed[0].replace('_', '-')}, or begin a new run")
         asyncio.run(train(config, resume=args.resume, out=say))
+        return 0
+    if args.train_only:
+        from agentrl.jobs import train_only
+
+        asyncio.run(train_only(resolve(args, rest), args.train_only, out=say))
         return 0
     asyncio.run(train(resolve(args, rest), out=say))
     return 0

@@ -1,11 +1,19 @@
-"""Shorter jobs than training, on the same parts: rollouts alone, one evaluation."""
+"""Shorter jobs than training, on the same parts: rollouts alone, one evaluation, training alone on recorded episodes."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from agentrl.config import Config
+from agentrl.errors import DataError
 from agentrl.loop import Job, Print
+from agentrl.metrics import rollout_metrics
+from agentrl.rollout import CauseTable
+from agentrl.store import Entry, Recording, from_record
+from agentrl.types import Group, Status, Trajectory
 
 
 async def rollout_only(config: Config, *, out: Print = print) -> Path:
@@ -35,3 +43,53 @@ async def evaluate_only(config: Config, *, out: Print = print) -> dict[str, floa
     finally:
         await job.close()
     return next((rows[-1][1] for rows in job.report.evals.values()), {})
+
+
+async def train_only(config: Config, source: Path, *, out: Print = print) -> Path:
+    """The RL losses over the recorded train episodes of `source`, rollout by rollout as they were made; no engine, no new episode.
+
+    Raises:
+        DataError: no episode in it can be trained on.
+    """
+    recording = Recording(source)
+    rollouts = list(recorded_rollouts(recording, config.rollout.rollout_batch_size))
+    if not rollouts:
+        raise DataError(f"{source}: no episode of the train split in it")
+    job = Job(config, None, out)
+    try:
+        job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
+        for step, entries in enumerate(rollouts):
+            groups, table = _read(job, recording, entries, step)
+            job.row, job.seconds = rollout_metrics(groups, table), {}
+            job.report.count(groups, table)
+            await job.optimize(groups)
+            job.record(step)
+        await job.save(len(rollouts))
+        await job.finish()
+    finally:
+        await job.close()
+    return job.folder.path
+
+
+def recorded_rollouts(recording: Recording, batch: int) -> Iterator[list[Entry]]:
+    """Entries of train episodes by the rollout that made them; of those that name none, `batch` groups at a time."""
+    steps: dict[Any, list[Entry]] = {}
+    order: dict[int, int] = {}
+    for e in recording.episodes:
+        if e.split in ("train", ""):
+            step = e.step if e.step is not None else ("batch", order.setdefault(e.group, len(order)) // batch)
+            steps.setdefault(step, []).append(e)
+    yield from steps.values()
+
+
+def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> tuple[list[Group], CauseTable]:
+    """The groups that stand, and what became of the rest; all episodes go into the new run's record."""
+    table = CauseTable()
+    members: dict[int, list[Trajectory]] = {}
+    for record in recording.records(entries):
+        t = from_record(record)
+        table.add(t)
+        job.folder.episodes.write(t, step=step, split="train", config=record.get("config"))
+        if t.status not in (Status.FAILED, Status.ABORTED):
+            members.setdefault(t.group_index, []).append(t)
+    return [Group(g, ts[0].task, tuple(ts)) for g, ts in members.items()], table

@@ -1,0 +1,42 @@
+"""Parquet: one row per segment, arrays equal to the sample's, the whole record kept."""
+
+import json
+
+import pytest
+from doubles import OBSERVATION, PROMPT, SAMPLED, span, trajectory
+
+from agentrl.errors import ConfigError
+from agentrl.samples import to_samples
+from agentrl.store import extras, from_record, to_record
+from agentrl.store.parquet import rows_of, write_hf_dataset, write_parquet
+
+SEGMENT = [span(PROMPT, (1, 2), -1), span(SAMPLED, (3, 4)), span(OBSERVATION, (5,)), span(SAMPLED, (6,), 1)]
+
+
+def records():
+    return [to_record(trajectory([SEGMENT, SEGMENT], index=i, score=i / 2), step=0, split="train") for i in range(3)]
+
+
+def test_rows_hold_the_arrays_of_the_samples():
+    (record, *_) = records()
+    rows = list(rows_of(record))
+    samples = to_samples(from_record(record))
+    assert [r["tokens"] for r in rows] == [s.tokens for s in samples]
+    assert [r["loss_mask"][-s.response_length :] for r, s in zip(rows, samples, strict=True)] == [
+        s.loss_mask for s in samples
+    ]
+    assert [v or 0.0 for v in rows[0]["log_probs"][2:]] == samples[0].rollout_log_probs
+    assert from_record(json.loads(rows[0]["record"])) == from_record(json.loads(json.dumps(record)))
+    assert extras(json.loads(rows[0]["record"])) == {"step": 0, "split": "train"}
+
+
+def test_a_file_and_a_dataset_are_written_once(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    assert write_parquet(tmp_path / "a.parquet", records()) == 6
+    table = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert table[3]["tokens"] == [1, 2, 3, 4, 5, 6]
+    assert dict(table[2]["rewards"]) == {"r": 0.5}
+    with pytest.raises(ConfigError, match="exists already"):
+        write_parquet(tmp_path / "a.parquet", records())
+    assert write_hf_dataset(tmp_path / "d", records()) == 6
+    assert "data/*.parquet" in (tmp_path / "d" / "README.md").read_text()
