@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -20,6 +20,10 @@ from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
 from agentrl.types import Task
+
+if TYPE_CHECKING:
+    from agentrl.engine.choose import ServerPlan
+    from agentrl.sync.base import WeightSync
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -69,6 +73,7 @@ class Parts:
         )
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_length = self._context_length()
+        self.servers = self._servers()
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     def limits(self) -> Limits:
@@ -97,8 +102,12 @@ class Parts:
             self.make_env, self.env_class, engine, self.renderer, self.scorer, limits=self.limits(), sampling=sampling, seed=seed
         )
 
-    def engine(self) -> Engine:
-        """The engine of `--engine`, not started."""
+    def engine(self, run_dir: Path | None = None) -> Engine:
+        """The engine of `--engine`, not started; servers' logs go into `run_dir`."""
+        if self.servers is not None:
+            from agentrl.engine.choose import make_fleet
+
+            return make_fleet(self.servers, run_dir)
         from agentrl.engine.local import LocalEngine
 
         return LocalEngine(
@@ -108,6 +117,22 @@ class Parts:
             context_length=self.context_length,
             threads=self.threads,
         )
+
+    def weight_sync(self) -> WeightSync:
+        """How the trainer's weights reach the engine."""
+        from agentrl.engine.choose import on_cards
+        from agentrl.sync.colocated import ColocatedSync
+        from agentrl.sync.disk import DiskSync
+        from agentrl.sync.split import SplitSync
+
+        e = self.config.engine
+        external = bool(e.rollout_external_engine_addrs)
+        kind = e.weight_sync or ("colocated" if e.colocate else "disk" if external else "split")
+        if self.servers is None or kind == "disk":
+            return DiskSync()
+        if kind == "split":
+            return SplitSync(bucket_bytes=e.update_weight_buffer_size)
+        return ColocatedSync(bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers))
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Any:
         """The trainer's ranks, started (takes seconds: imports torch and megatron in every rank)."""
@@ -169,6 +194,14 @@ class Parts:
                 raise DataError(f"{self.env_class.label()}, split {split}, task {task.id}: {e}") from e
             tasks.append(task)
         return tasks
+
+    def _servers(self) -> ServerPlan | None:
+        """Of `--engine sglang`, checked."""
+        if self.config.engine.engine != "sglang":
+            return None
+        from agentrl.engine.choose import plan_servers
+
+        return plan_servers(self.config, self.folder, self.context_length)
 
     def _context_length(self) -> int:
         model: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())

@@ -132,8 +132,24 @@ class RolloutSettings:
 class EngineSettings:
     """Inference."""
 
-    engine: Literal["local", "scripted"] = "local"
-    """local: in this process"""
+    engine: Literal["local", "scripted", "sglang"] = "local"
+    """local: in this process; sglang: servers, started here or attached to"""
+    colocate: bool = False
+    """sglang: engines and trainer share the same cards, in turns"""
+    weight_sync: Literal["colocated", "split", "disk"] | None = None
+    """how weights reach SGLang; None: colocated with --colocate, disk for external servers, else split"""
+    update_weight_buffer_size: int = 536870912
+    """bytes of a bucket of weights on the way"""
+    rollout_num_gpus: int | None = None
+    """sglang: cards of all engines together (on a CPU: processes); None: one engine"""
+    rollout_num_gpus_per_engine: int = 1
+    """sglang: tensor parallel size of an engine"""
+    rollout_external_engine_addrs: tuple[str, ...] = ()
+    """HOST:PORT of SGLang servers that run already; empty: they are started here"""
+    engine_python: str | None = None
+    """interpreter that has SGLang; None: `.venv-sglang/bin/python` if it is there, else this one"""
+    engine_pythonpath: str | None = None
+    """folder that goes in front of the servers' PYTHONPATH"""
     engine_max_running: int = 128
     """generations at once (local)"""
     threads: int | None = None
@@ -219,6 +235,8 @@ class Config:
     sft: SftSettings = SftSettings()
     megatron: dict[str, Any] = field(default_factory=dict)
     """fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig"""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """flags of SGLang's server by name; on the command line `--sglang-NAME VALUE`"""
 
     @property
     def global_batch_size(self) -> int:
@@ -236,6 +254,9 @@ SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config) if 
 
 FIELDS: dict[str, str] = {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
 """Field name -> its section."""
+
+TABLES = ("megatron", "sglang")
+"""sections whose keys are another program's"""
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(
@@ -289,12 +310,12 @@ def read_toml(path: Path) -> Layer:
     for section, body in data.items():
         if section in FIELDS and section not in SECTIONS:
             raise ConfigError(f"{path}: {section!r} stands in no section; it belongs in [{FIELDS[section]}]")
-        if section not in (*SECTIONS, "megatron"):
-            raise ConfigError(f"{path}: unknown section [{section}]{suggest(section, [*SECTIONS, 'megatron'])}")
+        if section not in (*SECTIONS, *TABLES):
+            raise ConfigError(f"{path}: unknown section [{section}]{suggest(section, [*SECTIONS, *TABLES])}")
         if not isinstance(body, dict):
             raise ConfigError(f"{path}: {section!r} is a section; write [{section}] and its keys below it")
-        if section == "megatron":
-            flat["megatron"] = body
+        if section in TABLES:
+            flat[section] = body
             continue
         for key, value in body.items():
             if FIELDS.get(key) != section:
@@ -319,7 +340,7 @@ def build_config(*layers: Layer) -> Config:
     flat: Layer = {}
     for layer in layers:
         for key, value in layer.items():
-            if key not in FIELDS and key != "megatron":
+            if key not in FIELDS and key not in TABLES:
                 raise ConfigError(f"unknown setting {key!r}{suggest(key, FIELDS)}")
             before: Any = flat.get(key)
             flat[key] = {**before, **value} if isinstance(value, Mapping) and isinstance(before, Mapping) else value
@@ -327,7 +348,7 @@ def build_config(*layers: Layer) -> Config:
         name: _section(cls, {f.name: flat[f.name] for f in fields(cls) if f.name in flat})
         for name, cls in SECTIONS.items()
     }
-    config = Config(**sections, megatron=dict(flat.get("megatron", {})))
+    config = Config(**sections, **{table: dict(flat.get(table, {})) for table in TABLES})
     check(config)
     return config
 
@@ -385,8 +406,25 @@ def check(config: Config) -> None:
         raise ConfigError(
             "--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing"
         )
+    _check_engine(config)
     if len(config.eval.eval_prompt_data) % 2:
         raise ConfigError(f"--eval-prompt-data takes NAME PATH pairs, found {len(config.eval.eval_prompt_data)} words")
+
+
+def _check_engine(config: Config) -> None:
+    e = config.engine
+    if e.rollout_num_gpus_per_engine < 1 or (e.rollout_num_gpus is not None and e.rollout_num_gpus < 1) or e.update_weight_buffer_size < 1:
+        raise ConfigError("--rollout-num-gpus, --rollout-num-gpus-per-engine and --update-weight-buffer-size must be at least 1")
+    if e.engine == "sglang":
+        if e.colocate and e.weight_sync == "split":
+            raise ConfigError("--weight-sync split needs cards of the engines' own; with --colocate use colocated or disk")
+        if e.rollout_external_engine_addrs and e.colocate:
+            raise ConfigError("--colocate needs servers that are started here; leave out --rollout-external-engine-addrs")
+        return
+    ours = ("colocate", "weight_sync", "rollout_num_gpus", "rollout_external_engine_addrs", "engine_python", "engine_pythonpath")
+    given = [f"--{name.replace('_', '-')}" for name in ours if getattr(e, name)] + [f"--sglang-{k.replace('_', '-')}" for k in config.sglang]
+    if given:
+        raise ConfigError(f"{given[0]} needs --engine sglang (the engine is {e.engine})")
 
 
 def _plain(obj: Any) -> Any:

@@ -17,9 +17,6 @@ ALIASES = {"model": "hf_checkpoint", "recompute_activations": "recompute_granula
 
 REFUSED = {
     "actor-num-nodes": "one machine for now: give --actor-num-gpus-per-node",
-    "rollout-num-gpus": "engines on GPUs come with the SGLang engine",
-    "rollout-num-gpus-per-engine": "engines on GPUs come with the SGLang engine",
-    "colocate": "the local engine and the trainer share the machine already",
     "load": "go on with a run: --resume RUN; begin from other weights: --hf-checkpoint DIR",
     "save": "checkpoints go into the run folder: --run DIR",
     "micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
@@ -76,9 +73,29 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
     for name in ("env_args", "template_args"):
         if name in layer:
             layer[name] = dict(_pair(name, item) for item in layer[name])
+    theirs, rest = split_sglang(rest)
+    if theirs:
+        layer["sglang"] = theirs
     if rest:
         layer["megatron"] = read_megatron(rest)
     return layer
+
+
+def split_sglang(rest: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """SGLang's flags by name, and the words that are left. Names are checked against the SGLang that will run (engine/launch.py)."""
+    out: dict[str, Any] = {}
+    left: list[str] = []
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--sglang-"):
+            left.append(word)
+            continue
+        name, eq, attached = word.removeprefix("--sglang-").partition("=")
+        values = [attached] if eq else _take_values(words)
+        parsed = [parse_value(v) for v in values]
+        out[name.replace("-", "_")] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+    return out, left
 
 
 def read_megatron(rest: Sequence[str]) -> dict[str, Any]:
@@ -97,8 +114,6 @@ def read_megatron(rest: Sequence[str]) -> dict[str, Any]:
         name, _, attached = word[2:].partition("=")
         if name in REFUSED:
             raise ConfigError(f"--{name} is not taken: {REFUSED[name]}")
-        if name.startswith("sglang-"):
-            raise ConfigError(f"--{name}: SGLang's flags need --engine sglang")
         if specs is None:
             from agentrl.train.flags import megatron_flags
 

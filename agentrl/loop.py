@@ -22,7 +22,6 @@ from agentrl.rollout import CauseTable, Rollout
 from agentrl.runfolder import RunFolder, settings_fingerprint
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
-from agentrl.sync.disk import DiskSync
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.fed import step_record
 from agentrl.train.rows import make_rows, split_steps, trained_rows
@@ -82,9 +81,9 @@ class Job:
             self.folder, self.checkpoint, state = RunFolder.reopen(resume, config)
             self._restore(state)
         self.report.open(self.folder.path, config, self.step)
-        self.engine: Engine = self.parts.engine()
+        self.engine: Engine = self.parts.engine(self.folder.path)
         self.trainer: Any = None
-        self.weights = DiskSync()
+        self.weights = self.parts.weight_sync()
         self.row: dict[str, float] = {}
         """metrics of the step under way"""
         self.seconds: dict[str, float] = {}
@@ -101,6 +100,8 @@ class Job:
         )
         if self.checkpoint is not None:
             await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")
+        await self.weights.begin(self.trainer, self.engine)
+        if self.checkpoint is not None:
             await self.weights.sync(self.trainer, self.engine, self.policy_version)
             self.out(f"resumed after rollout {self.step} from {self.checkpoint}")
 
@@ -117,6 +118,7 @@ class Job:
     async def optimize(self, groups: Sequence[Group]) -> None:
         """Advantages, rows, and `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
+        await self.weights.lend(self.trainer, self.engine)
         t = self.config.train
         advantages = group_advantages(groups, t.advantage_estimator, self.config.env.truncated_episodes)
         samples = [s for g in groups for trajectory in g.trajectories for s in to_samples(trajectory)]
@@ -137,7 +139,10 @@ class Job:
         started = time.perf_counter()
         if self.row["train/steps"]:
             self.policy_version += 1
+        if self.row["train/steps"] or self.weights.lent:
             await self.weights.sync(self.trainer, self.engine, self.policy_version)
+            self.row |= self.weights.metrics()
+            self.seconds |= {f"sync/{k}": v for k, v in self.weights.seconds.items()}
         self.row["policy_version"] = self.policy_version
         self.seconds["sync_s"] = time.perf_counter() - started
 
@@ -175,12 +180,15 @@ class Job:
             "source": self.source.state_dict(),
             "report": self.report.state_dict(),
         }
+        await self.weights.lend(self.trainer, self.engine, keep_weights=True)
         await asyncio.to_thread(self.folder.save, step, state, self.trainer.save)
+        await self.weights.take_back(self.trainer, self.engine)
 
     async def finish(self) -> None:
         """Export the weights, draw the curve, write the summary."""
         target = self.folder.path / "hf"
         if not target.exists():
+            await self.weights.lend(self.trainer, self.engine, keep_weights=True)
             await asyncio.to_thread(self.trainer.export_weights, target)
         self.report.finish(self.folder.path, self.config)
         self.out(self.report.closing(self.folder.path))

@@ -56,6 +56,15 @@ class WeightSync:
         """The part between pause and resume."""
         raise NotImplementedError
 
+    async def begin(self, trainer: Trainer, engine: Engine) -> None:
+        """Both sides have started: see to it that an engine that comes back later gets the weights that count."""
+        if isinstance(engine, Fleet):
+            engine.recovery = lambda: self.current(trainer)
+
+    def metrics(self) -> dict[str, float]:
+        """What a run reports of the last sync, besides seconds."""
+        return {} if self.difference is None else {"sync/log_prob_diff_max": self.difference}
+
     async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
         """Give the engine's memory to the trainer, where they share cards. `keep_weights`: the engine's weights stay."""
 

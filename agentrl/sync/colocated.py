@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
+from agentrl.engine.launch import gpus
 from agentrl.engine.sglang import KEPT_WEIGHTS, SGLangEngine
 from agentrl.errors import ConfigError
 from agentrl.sync.base import WeightSync, on_each
@@ -32,6 +33,12 @@ class ColocatedSync(WeightSync):
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._in_turns = memory_in_turns
         self._offloaded = False
+        self.free_mib: dict[str, int] = {}
+        """free memory of the first card at each stage of the last cycle"""
+
+    def metrics(self) -> dict[str, float]:
+        """See `WeightSync.metrics`; with the free memory at each stage."""
+        return {**super().metrics(), **{f"free_mib/{k.replace(' ', '_')}": v for k, v in self.free_mib.items()}}
 
     async def update(self, trainer: Any, engine: Engine, policy_version: int) -> None:
         """Wake the weights' memory, send, leave the card, wake the rest, verify."""
@@ -46,9 +53,11 @@ class ColocatedSync(WeightSync):
             with self.clock("update_s"):
                 failed |= await self.deliver(trainer, "tensors", [e for e in engines if e.address not in failed])
             expected = await self.expected(trainer, fleet)
+            self._note("both hold weights")
             await self._offload(trainer)
             if self.lent:
                 await on_each(engines, failed, lambda e: e.wake(KEPT_WEIGHTS))
+            self._note("rollout")
             with self.clock("finish_s"):
                 await on_each(engines, failed, lambda e: e.end_weights(policy_version))
             return failed | await self.verify([e for e in engines if e.address not in failed], expected)
@@ -79,12 +88,20 @@ class ColocatedSync(WeightSync):
             address: f"engine: weight transfer\n{address}{why}" for a in answers for address, why in a.failed.items()
         }
 
+    async def begin(self, trainer: Trainer, engine: Engine) -> None:
+        """See `WeightSync.begin`; the first rollout has the card to itself."""
+        await super().begin(trainer, engine)
+        await self._offload(trainer)
+        self._note("rollout")
+
     async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
         """The engine sleeps, the trainer comes onto the card."""
         if self._in_turns and not self.lent:
             await require_fleet(engine).sleep(weights=not keep_weights)
             self.lent = True
+            self._note("engine asleep")
         await self._onload(trainer)
+        self._note("trainer on the card")
 
     async def take_back(self, trainer: Trainer, engine: Engine) -> None:
         """The trainer leaves the card, the engine wakes with the weights that it kept."""
@@ -101,6 +118,11 @@ class ColocatedSync(WeightSync):
         if away:
             await self._offload(trainer)
         return manifest
+
+    def _note(self, stage: str) -> None:
+        """Note the free memory of the first card."""
+        if self._in_turns:
+            self.free_mib[stage] = gpus()[0][0]
 
     async def _onload(self, trainer: Trainer) -> None:
         if self._offloaded:

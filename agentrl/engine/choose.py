@@ -1,0 +1,106 @@
+"""From settings to SGLang servers: everything is checked before anything starts, then a fleet is made of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import Config
+from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.launch import (
+    Installation,
+    LaunchSpec,
+    ServerProcess,
+    check_spec,
+    command_line,
+    find_installation,
+    free_port,
+    gpus,
+)
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What to start, or what to attach to."""
+
+    model: Path
+    context_length: int
+    addresses: tuple[str, ...] = ()
+    """external servers; empty: our own"""
+    installation: Installation | None = None
+    spec: LaunchSpec | None = None
+
+
+def plan_servers(config: Config, model: Path, context_length: int) -> ServerPlan:
+    """Check everything that can be known before a server is started.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    e = config.engine
+    if e.rollout_external_engine_addrs:
+        if config.sglang:
+            raise ConfigError("--sglang-… flags are of servers that agentrl starts; external ones have their own: leave them out")
+        return ServerPlan(model, context_length, tuple(map(_address, e.rollout_external_engine_addrs)))
+    installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
+    cards = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
+    if cards % e.rollout_num_gpus_per_engine:
+        raise ConfigError(
+            f"--rollout-num-gpus {cards} is not a multiple of --rollout-num-gpus-per-engine {e.rollout_num_gpus_per_engine}"
+        )
+    spec = LaunchSpec(
+        model=model,
+        dtype=config.model.dtype,
+        context_length=context_length,
+        engines=cards // e.rollout_num_gpus_per_engine,
+        gpus_per_engine=e.rollout_num_gpus_per_engine,
+        first_gpu=0 if e.colocate else trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron),
+        memory_saver=e.colocate,
+        args=config.sglang,
+    )
+    check_spec(spec, installation)
+    return ServerPlan(model, context_length, installation=installation, spec=spec)
+
+
+def trainer_ranks(asked: int | None, megatron: Mapping[str, Any]) -> int:
+    """How many cards the trainer takes."""
+    per_copy = int(megatron.get("tensor_model_parallel_size", 1)) * int(megatron.get("pipeline_model_parallel_size", 1))
+    return asked or per_copy
+
+
+def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
+    """The fleet, not started. Logs go to run_dir/engine, or to a temporary folder."""
+    if plan.spec is None or plan.installation is None:
+        return Fleet([Member(_engine(address, plan)) for address in plan.addresses])
+    logs = (run_dir or Path(tempfile.mkdtemp(prefix="agentrl-"))) / "engine"
+    port = plan.spec.args.get("port")
+    members = []
+    for number in range(plan.spec.engines):
+        own = int(str(port)) + number if port is not None else free_port()
+        address = f"http://127.0.0.1:{own}"
+        command = command_line(plan.spec, plan.installation, number, own)
+        process = ServerProcess(command, plan.installation.environment, logs / f"engine{number}.log", address)
+        members.append(Member(_engine(address, plan), process))
+    return Fleet(members)
+
+
+def on_cards(plan: ServerPlan) -> bool:
+    """Our servers run on GPUs of this machine."""
+    return plan.spec is not None and bool(gpus())
+
+
+def _engine(address: str, plan: ServerPlan) -> SGLangEngine:
+    return SGLangEngine(address, model_dir=plan.model, context_length=plan.context_length)
+
+
+def _address(text: str) -> str:
+    whole = text if "://" in text else f"http://{text}"
+    host, _, port = whole.partition("://")[2].partition(":")
+    if not host or not port.rstrip("/").isdigit():
+        raise ConfigError(f"--rollout-external-engine-addrs takes HOST:PORT, found {text!r}")
+    return whole.rstrip("/")
