@@ -77,5 +77,7 @@ class Family:
     """tokens that end the assistant's turn when sampled and are the next turn's header (GLM)"""
     other_stops: tuple[str, ...] = ()
     """tokens at which engines stop too, but after which the template still writes the turn's end"""
+    templated: bool = False
+    """the template writes markup of its own inside the assistant's turn (channels), so its plain text is not what a policy says"""
     adapt: Callable[[Sequence[Message]], list[Message]] = as_they_are
     """messages as the template takes them (roles that it does not know)"""

@@ -91,4 +91,11 @@ def _call(name: str, body: str) -> Read:
     return value if isinstance(value, ParseError) else read_arguments(name, value, body)
 
 
-FAMILY = Family("gpt_oss", ("<|channel|>",), "gpt_oss", ends=("<|return|>", "<|call|>"), other_stops=("<|endoftext|>",))
+FAMILY = Family(
+    "gpt_oss",
+    ("<|channel|>",),
+    "gpt_oss",
+    ends=("<|return|>", "<|call|>"),
+    other_stops=("<|endoftext|>",),
+    templated=True,
+)

@@ -47,6 +47,11 @@ class Proof:
     histories: int = 0
     """how many synthetic conversations agreed"""
 
+    def shown(self) -> str:
+        """The tail for a person to read, contents as […]."""
+        parts = self.pattern.parts if self.pattern is not None else ("…",)
+        return "".join(repr(p)[1:-1] if isinstance(p, str) else "[…]" for p in parts)
+
 
 def kind_of(history: Sequence[Message]) -> str:
     """The kind of a history (the messages before the assistant's turn)."""

@@ -19,6 +19,7 @@ from agentrl.render.shield import Shield
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Action, FinishReason, Message, Provenance
 
+QUESTION = "Question5e21"
 GENERIC = Family("generic", (), "hermes")
 _CACHE = 4096
 
@@ -140,6 +141,25 @@ class Renderer:
         """The policy's turn as a message of the conversation, for rendering it anew."""
         return self.format.message(action)
 
+    def said(self, message: Message) -> tuple[int, ...]:
+        """The ids with which a policy would have said an assistant's message, its end token too: for data that was not sampled.
+
+        Calls given as data are written as the template writes them.
+        """
+        text, end = str(message.get("content") or ""), self.end_id
+        if self._family.templated or any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
+            user: Message = {"role": "user", "content": QUESTION}
+            header = self._after_question([user], generate=True)
+            whole = self._after_question([user, message], generate=False)
+            text = whole.removeprefix(header if whole.startswith(header) else header.removesuffix(self.prefill))
+            at, written = max(((text.rfind(e), e) for e in self.ends if e in text), default=(-1, ""))
+            if at >= 0:
+                text, end = text[:at], self.ends[written]
+        if message.get("tool_calls") and self._family.headers:
+            end = self.ends[self._family.headers[-1]]
+        ids = self.tokenizer.encode(text)
+        return tuple(ids) if self.format.inline else (*ids, end)
+
     def proof(
         self,
         messages: Sequence[Message],
@@ -180,6 +200,11 @@ class Renderer:
     def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
         """With tools in the prompt the tail must be the one without them: a template that moves its list of tools rewrites history."""
         return (False, True) if self.format.needs_tools and (tools is None or tools) else (False,)
+
+    def _after_question(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """What the template writes after a user's question."""
+        text = self._template.render(self._family.adapt(messages), tools=None, generate=generate, **self._args)
+        return text.rpartition(QUESTION)[2]
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 
@@ -269,10 +294,10 @@ def _written_ends(
 
 def _prefill(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> str:
     """The open `<think>` with which the template begins the assistant's turn, if it does."""
-    user, assistant = {"role": "user", "content": "Question5e21"}, {"role": "assistant", "content": PLACEHOLDER}
-    asked = template.render(family.adapt([user]), tools=None, generate=True, **args).rpartition("Question5e21")[2]
+    user, assistant = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": PLACEHOLDER}
+    asked = template.render(family.adapt([user]), tools=None, generate=True, **args).rpartition(QUESTION)[2]
     whole = template.render(family.adapt([user, assistant, user]), tools=None, generate=False, **args)
-    header = whole.partition("Question5e21")[2].partition(PLACEHOLDER)[0]
+    header = whole.partition(QUESTION)[2].partition(PLACEHOLDER)[0]
     added = asked.removeprefix(header) if asked.startswith(header) else asked
     at = added.rfind("<think>")
     return added[at:] if at >= 0 and "</think>" not in added[at:] else ""

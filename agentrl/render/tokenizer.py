@@ -107,6 +107,11 @@ class Tokenizer:
             tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), chat_template=template, special=special
         )
 
+    @property
+    def is_fast(self) -> bool:
+        """Content is encoded word by word from a cache, proven to give the tokenizer's own ids."""
+        return self._fast is not None
+
     # -- ids ---------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:

@@ -1,0 +1,138 @@
+"""Context management: what a person may do to old turns when a conversation grows long. Whatever it does opens a new segment.
+
+A policy is a function of a `ContextView` that returns the messages to go on with, or None to leave the context as it is. The segments
+before it stay what they were and are trained with the episode's advantage; what the new one begins with is PROMPT and is not trained
+again. So every sampled token is trained once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import ContractError
+from agentrl.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class ContextView:
+    """A conversation before a generation."""
+
+    messages: tuple[Message, ...]
+    """all of it, the newest observation last"""
+    first: int
+    """how many messages the first prompt had (system and task)"""
+    tokens: int
+    """what the next generation would see"""
+    limit: int
+    """most tokens of context"""
+
+    @property
+    def share(self) -> float:
+        """How full the context is."""
+        return self.tokens / self.limit
+
+    def turns(self) -> list[tuple[Message, ...]]:
+        """After the first prompt: each assistant's message with what was answered to it."""
+        found: list[list[Message]] = []
+        for message in self.messages[self.first :]:
+            if message["role"] == "assistant" or not found:
+                found.append([])
+            found[-1].append(message)
+        return [tuple(t) for t in found]
+
+
+ContextPolicy = Callable[[ContextView], Sequence[Message] | Awaitable[Sequence[Message] | None] | None]
+
+
+async def managed(policy: ContextPolicy, view: ContextView) -> list[Message] | None:
+    """The new conversation, or None if it stays as it is.
+
+    Raises:
+        ContractError: the policy returned something that is no conversation ending in a message to be answered.
+    """
+    result = policy(view)
+    messages = await result if inspect.isawaitable(result) else result
+    if messages is None or list(messages) == list(view.messages):
+        return None
+    listed: list[Any] = list(messages)
+    if not listed or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed):
+        raise ContractError(f"a context policy must return messages or None, found {listed!r:.80}")
+    if listed[-1]["role"] == "assistant":
+        raise ContractError(
+            "a context policy must leave the newest observation in place; its conversation ends with the assistant"
+        )
+    return listed
+
+
+@dataclass(frozen=True)
+class DropOldTurns:
+    """Leave out all but the newest turns once the context is so full."""
+
+    keep: int = 4
+    """turns kept"""
+    above: float = 0.75
+    """of the limit"""
+
+    def __call__(self, view: ContextView) -> Sequence[Message] | None:
+        """The first prompt and the newest turns."""
+        turns = view.turns()
+        if view.share < self.above or len(turns) <= self.keep:
+            return None
+        return [*view.messages[: view.first], *(m for t in turns[len(turns) - self.keep :] for m in t)]
+
+
+@dataclass(frozen=True)
+class TruncateOldResults:
+    """Cut what was answered in all but the newest turns to its beginning once the context is so full."""
+
+    keep: int = 2
+    characters: int = 200
+    above: float = 0.75
+
+    def __call__(self, view: ContextView) -> Sequence[Message] | None:
+        """Every turn, the old ones' results cut."""
+        turns = view.turns()
+        if view.share < self.above or len(turns) <= self.keep:
+            return None
+        old, new = turns[: len(turns) - self.keep], turns[len(turns) - self.keep :]
+        return [*view.messages[: view.first], *(self._cut(m) for t in old for m in t), *(m for t in new for m in t)]
+
+    def _cut(self, message: Message) -> Message:
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str) or len(content) <= self.characters:
+            return message
+        return {**message, "content": content[: self.characters] + " …"}
+
+
+@dataclass(frozen=True)
+class Summarise:
+    """Put a summary in the place of all but the newest turns once the context is so full."""
+
+    write: Callable[[Sequence[Message]], str | Awaitable[str]]
+    """of the old turns; may ask a model"""
+    keep: int = 2
+    above: float = 0.75
+
+    async def __call__(self, view: ContextView) -> Sequence[Message] | None:
+        """The first prompt with the summary, and the newest turns."""
+        turns = view.turns()
+        if view.share < self.above or len(turns) <= self.keep:
+            return None
+        old, new = turns[: len(turns) - self.keep], turns[len(turns) - self.keep :]
+        written = self.write([m for t in old for m in t])
+        summary = await written if inspect.isawaitable(written) else written
+        return [*_with_note(view.messages[: view.first], summary), *(m for t in new for m in t)]
+
+
+def _with_note(first: Sequence[Message], summary: str) -> list[Message]:
+    """The first prompt with the summary at the end of its last message (no template needs another role for it)."""
+    last = first[-1]
+    if not isinstance(last.get("content"), str):
+        return [
+            *first[:-1],
+            {**last, "content": [*(last.get("content") or []), {"type": "text", "text": f"\n\n{summary}"}]},
+        ]
+    return [*first[:-1], {**last, "content": f"{last['content']}\n\n{summary}"}]
