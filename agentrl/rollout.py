@@ -81,7 +81,7 @@ class RolloutLimits:
     min_group_size: int = 2
     """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
     max_failure_share: float = 0.5
-    """of attempts; above it (and above 8 failures) the rollout stops"""
+    """of attempts, those under way included; above it (and above 8 failures) the rollout stops"""
 
 
 Progress = Callable[[Trajectory], None]
@@ -94,6 +94,7 @@ class Rollout:
         self.runner = runner
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.concurrency)
+        self._running = 0
 
     async def run(
         self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
@@ -143,7 +144,11 @@ class Rollout:
         """One episode with its retries; None if it is lost."""
         while True:
             async with self._slots:
-                trajectory = await self.runner.run(spec)
+                self._running += 1
+                try:
+                    trajectory = await self.runner.run(spec)
+                finally:
+                    self._running -= 1
             table.add(trajectory)
             if progress is not None:
                 progress(trajectory)
@@ -156,7 +161,9 @@ class Rollout:
             spec = replace(spec, attempt=spec.attempt + 1)
 
     def _check(self, table: CauseTable) -> None:
-        if table.failures > 8 and table.failures > self.limits.max_failure_share * table.attempts:
+        # failures come back sooner than successes: what still runs counts as attempted, else a run's first answers would end it
+        attempts = table.attempts + self._running
+        if table.failures > 8 and table.failures > self.limits.max_failure_share * attempts:
             raise TooManyFailuresError(
                 f"{table.failures} of {table.attempts} episode attempts failed, more than max_failure_share "
                 f"{self.limits.max_failure_share:g} allows; the causes:\n{table}"

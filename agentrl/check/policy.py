@@ -1,4 +1,4 @@
-"""The policies of a check, behind the Engine protocol, and a tokenizer and renderer made in code: no model, no files.
+"""The policies of a check, as scripts of an engine, and a tokenizer and renderer made in code: no model, no files.
 
 Even episodes are played by the script: each tool once with arguments that fit, then the task's label as the answer. Odd ones at
 random: calls good and bad, unknown tools, markup that cannot be parsed, silence, long and strange text.
@@ -7,7 +7,6 @@ random: calls good and bad, unknown tools, markup that cannot be parsed, silence
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
+from agentrl.engine.scripted import Ask, ScriptedEngine
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.tags import TagFormat
 from agentrl.tool import ToolSpec
-from agentrl.types import EpisodeSpec, FinishReason, Task
+from agentrl.types import EpisodeSpec, Task
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is string else m['content'] | tojson }}"
@@ -49,26 +48,28 @@ def make_tiny_renderer(action_format: str | None) -> Renderer:
     return make_renderer(tokenizer, "search_r1" if action_format == "search_r1" else "hermes", where="agentrl check")
 
 
-class PolicyEngine:
-    """An engine whose policy is one of the two."""
+class Policy:
+    """A script for the engine: one of the two policies, by the episode's ordinal."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], specs: Mapping[str, EpisodeSpec]) -> None:
         """`specs` are the episodes to come, by their id."""
         self._renderer = renderer
         self._tools = tools
         self._specs = specs
-        self._turns: Counter[str] = Counter()
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
-        """What the policy says in this turn, and the end token."""
-        spec, turn = self._specs[session], self._turns[session]
-        self._turns[session] += 1
-        random = Random(sampling.seed)
-        text = self._random(spec, turn, random) if spec.index % 2 else self._scripted(spec.task, turn, random)
-        said = [*self._renderer.tokenizer.encode_plain(text), self._renderer.stop_token_ids[0]]
-        cut = len(said) > sampling.max_new_tokens
-        said = said[: sampling.max_new_tokens]
-        return Generation(tuple(said), (-1.0,) * len(said), FinishReason.LENGTH if cut else FinishReason.STOP)
+    def engine(self) -> ScriptedEngine:
+        """An engine that follows it."""
+        tokenizer = self._renderer.tokenizer
+        return ScriptedEngine(
+            self, encode=tokenizer.encode_plain, decode=tokenizer.decode, end_id=self._renderer.stop_token_ids[0]
+        )
+
+    def __call__(self, ask: Ask) -> str:
+        """What the policy says in this turn."""
+        spec, random = self._specs[ask.session], Random(ask.sampling.seed)
+        if spec.index % 2:
+            return self._random(spec, ask.number, random)
+        return self._scripted(spec.task, ask.number, random)
 
     def _scripted(self, task: Task, turn: int, random: Random) -> str:
         if turn < len(self._tools):
@@ -113,37 +114,6 @@ class PolicyEngine:
     def _answer(self, text: str) -> str:
         tag = self._renderer.format.answer_tag if isinstance(self._renderer.format, TagFormat) else "answer"
         return f"<{tag}>{text}</{tag}>"
-
-    async def release(self, session: str) -> None:
-        """The session is over."""
-
-    async def start(self) -> None:
-        """Nothing to do."""
-
-    async def pause(self) -> None:
-        """Nothing to do."""
-
-    async def resume(self) -> None:
-        """Nothing to do."""
-
-    async def abort(self, session: str | None = None) -> None:
-        """Nothing to do."""
-
-    async def sleep(self) -> None:
-        """Nothing to do."""
-
-    async def wake(self) -> None:
-        """Nothing to do."""
-
-    async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
-        """It has none."""
-
-    async def health(self) -> EngineInfo:
-        """Always well."""
-        return EngineInfo("check", "0", 0, 1 << 21, True)
-
-    async def close(self) -> None:
-        """Nothing to do."""
 
 
 def argument(

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from agentrl.check.findings import Findings, Report
-from agentrl.check.policy import PolicyEngine, make_tiny_renderer
+from agentrl.check.policy import Policy, make_tiny_renderer
 from agentrl.check.probe import TIMEOUT_S, probe
 from agentrl.engine.base import SamplingParams
 from agentrl.env import Env
@@ -87,7 +87,7 @@ class _Check:
     async def run(self, specs: Sequence[EpisodeSpec], together: int) -> list[Trajectory | None]:
         """One trajectory per spec; None where the contract was broken."""
         scorer = Scorer(self.rewards)
-        engine = PolicyEngine(self.renderer, self.tools, {s.episode_id: s for s in specs})
+        engine = Policy(self.renderer, self.tools, {s.episode_id: s for s in specs}).engine()
         sampling = SamplingParams(max_new_tokens=1)
         runner = EpisodeRunner(
             self.make, self.probe, engine, self.renderer, scorer, limits=_LIMITS, sampling=sampling, seed=self.seed
