@@ -18,14 +18,19 @@ An Env never sees a tokenizer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl.errors import ConfigError, ContractError, suggest
-from agentrl.pool import pure
 from agentrl.registry import Registry
 from agentrl.tool import Tool, ToolSpec, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
+
+
+def overridable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For type checkers: a subclass may override this async method by a sync one as well."""
+    return method
+
 
 First = Observation | str | Sequence[Message]
 """what `reset` may return"""
@@ -53,18 +58,18 @@ class Env:
     timeout_s: ClassVar[float] = 120.0
     """for one call of reset, step or close"""
 
-    @pure
-    def reset(self, task: Task, *, seed: int) -> First | Awaitable[First]:
+    @overridable
+    async def reset(self, task: Task, *, seed: int) -> First:
         """Begin the task; what it returns is the first observation. Default: the task's prompt."""
         return task.messages
 
-    @pure
-    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
+    @overridable
+    async def step(self, action: Action) -> StepResult:
         """Take the policy's action (its tool calls executed, `action.results` filled) and answer."""
         raise NotImplementedError(f"{type(self).__name__} must define step(action) -> StepResult")
 
-    @pure
-    def close(self) -> None | Awaitable[None]:
+    @overridable
+    async def close(self) -> None:
         """Free what reset took. Always called, exactly once, also after an exception, a timeout or a cancel."""
 
     def state(self) -> Mapping[str, Any]:
@@ -115,8 +120,8 @@ class Env:
 class ToolEnv(Env):
     """An environment that needs only tools and a reward: tool results are its observations, an answer or a turn without a call ends it."""
 
-    @pure
-    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
+    @overridable
+    async def step(self, action: Action) -> StepResult:
         """Results become tool messages; what could not be parsed is told to the policy; otherwise the episode is over."""
         if action.answer is not None:
             return StepResult(terminated=True)
