@@ -26,7 +26,7 @@ from agentrl.engine.sglang_protocol import (
     sampled_tokens,
 )
 from agentrl.engine.weights import check_weights
-from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.errors import EngineAbort, EngineFailure, Failure
 from agentrl.types import FinishReason
 
 QUICK_S = 10.0
@@ -46,7 +46,7 @@ class _Flight:
     sent: bool = False
     """the server has it and has not answered"""
     task: asyncio.Task[Any] | None = None
-    given_up: EngineAbort | None = None
+    given_up: Failure | None = None
 
 
 class SGLangEngine:
@@ -261,7 +261,7 @@ class SGLangEngine:
         self._open.set()
         for flight in list(self._flights):
             if flight.task is not None and not flight.task.done():
-                flight.given_up = flight.given_up or EngineAbort("the engine was closed", "engine closed")
+                flight.given_up = flight.given_up or EngineFailure("the engine was closed", "engine closed")
                 flight.task.cancel()
         for task in list(self._background):
             task.cancel()

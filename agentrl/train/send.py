@@ -230,7 +230,8 @@ class _Group:
     def __init__(self, name: str, port: int, world: int, backend: str, timeout_s: float, failing: Any) -> None:
         self.name = name
         limit = datetime.timedelta(seconds=timeout_s)
-        store = _c10d.TCPStore("127.0.0.1", port, world, True, limit, wait_for_workers=False)
+        dist: Any = torch.distributed
+        store = dist.TCPStore("127.0.0.1", port, world, True, limit, wait_for_workers=False)
         self._pg = _join(store, name, world, backend, limit, failing)
 
     def broadcast(self, content: Tensor, failing: Any, timeout_s: float) -> None:

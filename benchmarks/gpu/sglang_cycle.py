@@ -1,0 +1,326 @@
+"""SGLang and the trainer on one or two GPUs: sync timings beside the raw probe's, memory by stage, log-prob differences, throughput.
+
+    python benchmarks/gpu/sglang_cycle.py --model DIR --out DIR [--probes DIR] [--engine-pythonpath DIR] [--split]
+
+Writes OUT/sglang_cycle.json after every part, so that a run that is cut off leaves what it had. `--probes` holds sync.py and sync_nccl.py, the raw
+scripts that do the same without agentrl; they are run against the same servers, right before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from agentrl.engine.base import SamplingParams
+from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.launch import LaunchSpec, ServerProcess, check_spec, command_line, find_installation
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.sync.base import WeightSync
+from agentrl.sync.colocated import ColocatedSync
+from agentrl.sync.split import SplitSync
+from agentrl.train.base import LossConfig, Row
+from agentrl.train.megatron import MegatronTrainer
+
+FLAGS = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_custom_all_reduce": True,
+    "disable_prefill_cuda_graph": True,
+}
+PORTS = (30000, 30001)
+REPEATS = 4
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.result: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(sys.argv),
+            "parts": {},
+            "errors": {},
+        }
+        self.began = time.perf_counter()
+
+    def keep(self, name: str, value: Any) -> None:
+        self.result["parts"][name] = value
+        self.result["seconds"] = round(time.perf_counter() - self.began, 1)
+        (self.args.out / "sglang_cycle.json").write_text(json.dumps(self.result, indent=1) + "\n")
+        print(f"[{self.result['seconds']}] {name}: {json.dumps(value)[:900]}", flush=True)
+
+    async def part(self, name: str, work: Any) -> None:
+        try:
+            self.keep(name, await work)
+        except Exception as e:  # noqa: BLE001, one part's failure leaves the others
+            self.result["errors"][name] = f"{type(e).__name__}: {e}"[:2000]
+            self.keep(name, None)
+            print(f"{name} failed: {self.result['errors'][name]}", flush=True)
+
+
+def fleet_on(args: argparse.Namespace, number: int) -> Fleet:
+    installation = find_installation(sys.executable, [args.engine_pythonpath] if args.engine_pythonpath else [])
+    flags = {**FLAGS, "mem_fraction_static": 0.4, "port": PORTS[number]}
+    spec = LaunchSpec(args.model, "bfloat16", 8192, first_gpu=number, memory_saver=number == 0, args=flags)
+    check_spec(spec, installation)
+    address = f"http://127.0.0.1:{PORTS[number]}"
+    command = command_line(spec, installation, 0, PORTS[number])
+    process = ServerProcess(command, installation.environment, args.out / f"engine{number}.log", address)
+    return Fleet([Member(SGLangEngine(address, model_dir=args.model, context_length=8192), process)])
+
+
+def rows(vocab: int, count: int = 8, length: int = 512) -> list[Row]:
+    draw, out = np.random.default_rng(0), []
+    for _ in range(count):
+        weights = np.full(length, 1 / count / length, np.float32)
+        weights[0] = 0
+        zeros = np.zeros(length, np.float32)
+        ids = draw.integers(10, vocab, length).astype(np.int32)
+        out.append(Row(ids, weights, zeros, zeros, np.ones(length, np.float32)))
+    return out
+
+
+def probe(args: argparse.Namespace, script: str, pattern: str, port: int) -> list[dict[str, float]]:
+    text = (args.probes / script).read_text().replace("30000", str(port))
+    path = args.out / f"probe_{script}"
+    path.write_text(text)
+    env = dict(os.environ, PYTHONPATH=args.engine_pythonpath or "", NCCL_CUMEM_ENABLE="0")
+    done = subprocess.run(
+        [sys.executable, str(path), str(args.model)], capture_output=True, text=True, env=env, timeout=120
+    )
+    path.unlink()
+    found = [{"GB": float(m[1]), "s": float(m[2]), "GB/s": float(m[3])} for m in re.finditer(pattern, done.stdout)]
+    if not found:
+        raise RuntimeError(f"{script}: {done.stdout[-600:]} {done.stderr[-600:]}")
+    return found
+
+
+async def syncs(
+    sync: WeightSync, trainer: Any, fleet: Fleet, batch: list[Row], version: list[int], *, cycle: bool
+) -> list[dict[str, Any]]:
+    """REPEATS times: a step, a sync. `cycle`: engine and trainer have the card in turns."""
+    out = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        if cycle:
+            await sync.lend(trainer, fleet)
+        lent = time.perf_counter()
+        await asyncio.to_thread(trainer.step, batch, LossConfig(kind="sft"), 1e-4)
+        stepped = time.perf_counter()
+        version[0] += 1
+        await sync.sync(trainer, fleet, version[0])
+        done = time.perf_counter()
+        seconds = {k: round(v, 4) for k, v in sync.seconds.items()}
+        rate = sync.bytes / 1e9 / sync.seconds["update_s"]
+        out.append(
+            {
+                "lend_s": round(lent - started, 3),
+                "step_s": round(stepped - lent, 3),
+                "sync_s": round(done - stepped, 3),
+                "GB": sync.bytes / 1e9,
+                "GB/s": round(rate, 1),
+                "log_prob_diff_max": sync.difference,
+                **seconds,
+                **sync.metrics(),
+            }
+        )
+    return out
+
+
+async def differences(trainer: Any, fleet: Fleet, model: Path, vocab: int) -> dict[str, float]:
+    """Log-probs of sampled tokens: engine's against the trainer's, and against transformers' on the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    draw = random.Random(1)
+    prompts = [[draw.randrange(10, vocab) for _ in range(64)] for _ in range(16)]
+    answers = await asyncio.gather(
+        *(fleet.generate(p, SamplingParams(64, ignore_eos=True), session=f"d{i}") for i, p in enumerate(prompts))
+    )
+    batch = []
+    for p, g in zip(prompts, answers, strict=True):
+        ids = np.array([*p, *g.ids], np.int32)
+        w, z = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
+        w[0] = 0
+        batch.append(Row(ids, w, z, z, np.ones(len(ids), np.float32)))
+    said = np.array([g.log_probs for g in answers])
+    ours = np.array([lp[64:] for lp in await asyncio.to_thread(trainer.log_probs, batch)])
+    folder = model.parent / "exported"
+    if not folder.exists():
+        await asyncio.to_thread(trainer.export_weights, folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    with torch.no_grad():
+        ids = torch.tensor(np.array([r.tokens for r in batch]), device="cuda").long()
+        logits = plain(ids).logits[:, :-1].float()
+        lp = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    theirs = lp[:, 63:].cpu().numpy()
+    a, b = np.abs(said - ours), np.abs(said - theirs)
+    return {
+        "trainer_mean": float(a.mean()),
+        "trainer_max": float(a.max()),
+        "transformers_mean": float(b.mean()),
+        "transformers_max": float(b.max()),
+        "mean_ratio": float(a.mean() / b.mean()),
+    }
+
+
+TURNS, SAMPLED, OBSERVED, PROMPT, EPISODES = 4, 64, 32, 256, 256
+
+
+async def product(fleet: Fleet, draw: random.Random, vocab: int) -> tuple[float, list[list[list[int]]]]:
+    """256 multi-turn episodes through the fleet; tokens/s and every context that was sent."""
+    contexts: list[list[list[int]]] = [[] for _ in range(EPISODES)]
+
+    async def episode(n: int) -> None:
+        ids = [draw.randrange(10, vocab) for _ in range(PROMPT)]
+        for _ in range(TURNS):
+            contexts[n].append(list(ids))
+            g = await fleet.generate(ids, SamplingParams(SAMPLED, ignore_eos=True), session=f"{id(contexts)}-{n}")
+            ids = [*ids, *g.ids, *(draw.randrange(10, vocab) for _ in range(OBSERVED))]
+
+    started = time.perf_counter()
+    await asyncio.gather(*(episode(n) for n in range(EPISODES)))
+    return EPISODES * TURNS * SAMPLED / (time.perf_counter() - started), contexts
+
+
+async def raw(address: str, contexts: list[list[list[int]]]) -> float:
+    """The same contexts and lengths by the plainest client."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def episode(turns: list[list[int]]) -> None:
+            for ids in turns:
+                body = {
+                    "input_ids": ids,
+                    "sampling_params": {"temperature": 1.0, "max_new_tokens": SAMPLED, "ignore_eos": True},
+                    "return_logprob": True,
+                }
+                async with session.post(
+                    f"{address}/generate", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+                ) as r:
+                    await r.read()
+
+        started = time.perf_counter()
+        await asyncio.gather(*(episode(t) for t in contexts))
+        return EPISODES * TURNS * SAMPLED / (time.perf_counter() - started)
+
+
+async def throughput(fleet: Fleet, vocab: int) -> dict[str, Any]:
+    """Alternating runs; the cache is flushed before each."""
+    ours, theirs = [], []
+    engine = fleet.members[0].engine
+    for n in range(4):
+        await engine._flush()
+        rate, contexts = await product(fleet, random.Random(n), vocab)
+        await engine._flush()
+        base = await raw(engine.address, contexts)
+        if n:  # the first is a warm-up
+            ours.append(round(rate))
+            theirs.append(round(base))
+    return {"fleet_tok_s": ours, "raw_tok_s": theirs, "ratio_of_medians": sorted(ours)[1] / sorted(theirs)[1]}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--probes", type=Path)
+    parser.add_argument("--engine-pythonpath")
+    parser.add_argument("--split", action="store_true", help="also on a second card")
+    parser.add_argument("--contract", action="store_true", help="run tests/test_sglang.py against the first server")
+    args = parser.parse_args()
+    bench = Bench(args)
+    import torch
+
+    bench.result |= {"card": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    config = json.loads((args.model / "config.json").read_text())
+    vocab = config["vocab_size"]
+    fleets = [fleet_on(args, n) for n in range(2 if args.split else 1)]
+    trainer: Any = None
+    try:
+        started = time.perf_counter()
+
+        def make() -> Any:
+            return MegatronTrainer(args.model, dtype="bfloat16", run_dir=args.out, micro_batch_tokens=4096)
+
+        trainer, *_ = await asyncio.gather(asyncio.to_thread(make), *(f.start() for f in fleets))
+        facts = fleets[0].members[0].engine.facts
+        bench.result |= {
+            "sglang": facts.version,
+            "model": f"{config['model_type']}, {config['hidden_size']}x{config['num_hidden_layers']}",
+        }
+        bench.keep("start_s", round(time.perf_counter() - started, 1))
+        await measure(bench, args, trainer, fleets, vocab)
+    finally:
+        await asyncio.gather(*(f.close() for f in fleets))
+        if trainer is not None:
+            await asyncio.to_thread(trainer.close)
+
+
+async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: list[Fleet], vocab: int) -> None:
+    batch, version = rows(vocab), [0]
+    first = fleets[0]
+    if args.contract:
+        await bench.part("contract", contract(args, first))
+    if args.probes:
+        await bench.part(
+            "colocated_probe",
+            asyncio.to_thread(probe, args, "sync.py", r"ipc sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s", PORTS[0]),
+        )
+    sync = ColocatedSync(bucket_bytes=512 << 20)
+    await sync.begin(trainer, first)
+    first.policy_version = -1  # whatever the probe left is not ours
+    await bench.part("colocated", syncs(sync, trainer, first, batch, version, cycle=True))
+    await bench.part("differences", differences_on(sync, trainer, first, args.model, vocab))
+    await bench.part("throughput", throughput(first, vocab))
+    sync.close()
+    if len(fleets) > 1:
+        if args.probes:
+            await bench.part(
+                "split_probe",
+                asyncio.to_thread(
+                    probe,
+                    args,
+                    "sync_nccl.py",
+                    r"nccl flattened_bucket sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s",
+                    PORTS[1],
+                ),
+            )
+        await asyncio.to_thread(trainer.onload)
+        split, version = SplitSync(bucket_bytes=512 << 20, timeout_s=60), [100]
+        await bench.part("split", syncs(split, trainer, fleets[1], batch, version, cycle=False))
+        split.close()
+
+
+async def differences_on(sync: ColocatedSync, trainer: Any, fleet: Fleet, model: Path, vocab: int) -> dict[str, float]:
+    """The trainer must be on the card for it; the engine may stay."""
+    await sync._onload(trainer)
+    try:
+        return await differences(trainer, fleet, model, vocab)
+    finally:
+        await sync._offload(trainer)
+
+
+async def contract(args: argparse.Namespace, fleet: Fleet) -> str:
+    """The contract suite against the running server, in a process of its own."""
+    env = dict(os.environ, AGENTRL_SGLANG=fleet.members[0].engine.address, AGENTRL_SGLANG_MODEL=str(args.model))
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "tests/test_sglang.py"]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, env=env, timeout=150)
+    print(done.stdout[-3000:], done.stderr[-500:], flush=True)
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
