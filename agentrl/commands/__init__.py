@@ -5,7 +5,7 @@ from typing import Any
 
 def add_commands(commands: Any) -> None:
     """Add all of them to the parser."""
-    from agentrl.commands import fork, replay, rescore
+    from agentrl.commands import export, fork, replay, rescore, view
 
-    for command in (replay, rescore, fork):
+    for command in (replay, rescore, fork, view, export):
         command.add_parser(commands)

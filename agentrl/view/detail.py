@@ -1,0 +1,144 @@
+"""One episode as the page shows it: turns, tokens in columns, and the rows that the trainer was fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl.store import extras
+from agentrl.types import Provenance
+
+Decode = Callable[[Sequence[int]], str]
+_SHOWN = (
+    *(
+        "episode_id",
+        "group_index",
+        "index",
+        "attempt",
+        "task",
+        "env",
+        "stop_reason",
+        "status",
+        "cause",
+        "state",
+        "rewards",
+    ),
+    *("weights", "score", "seed", "timings", "turns"),
+)
+_SHOWN = (
+    *(
+        "episode_id",
+        "group_index",
+        "index",
+        "attempt",
+        "task",
+        "env",
+        "stop_reason",
+        "status",
+        "cause",
+        "state",
+        "rewards",
+    ),
+    *("weights", "score", "seed", "timings", "turns"),
+)
+_STEP = ("step", "optimizer_step", "lr", "loss", "metrics", "micro_batch_tokens")
+_HIDDEN = ("step", "split", "config", "fork")
+
+
+def episode_detail(
+    record: Mapping[str, Any], fed: Mapping[str, Any] | None, decode: Decode | None, advantage: float | None
+) -> dict[str, Any]:
+    """JSON values of an episode. `fed`: the record of the step that trained on it; `decode` None: tokens show as ids."""
+    rows = fed_rows(record["episode_id"], fed)
+    by_segment = {r["segment_index"]: r for r in rows}
+    more = {k: v for k, v in extras(record).items() if k not in _HIDDEN}
+    return {
+        **{k: record[k] for k in _SHOWN},
+        **{k: record.get(k) for k in _HIDDEN},
+        "extra": more,
+        "advantage": advantage,
+        "segments": [
+            segment_columns(s, decode, by_segment.get(i), record["turns"], i) for i, s in enumerate(record["segments"])
+        ],
+        "rows": rows,
+        "fed": fed_summary(fed),
+    }
+
+
+def segment_columns(
+    segment: Mapping[str, Any],
+    decode: Decode | None,
+    row: Mapping[str, Any] | None,
+    turns: Sequence[Mapping[str, Any]],
+    number: int,
+) -> dict[str, Any]:
+    """The tokens of a segment, one list per property."""
+    spans = segment["spans"]
+    ids = [i for s in spans for i in s["ids"]]
+    sampled = [s["provenance"] == "SAMPLED" for s in spans for _ in s["ids"]]
+    out: dict[str, Any] = {
+        "agent_id": segment["agent_id"],
+        "ids": ids,
+        "text": pieces(ids, decode) if decode else None,
+        "provenance": [int(Provenance[s["provenance"]]) for s in spans for _ in s["ids"]],
+        "turn": [s["turn"] for s in spans for _ in s["ids"]],
+        "mask": [int(x) for x in sampled],
+        "log_prob": [v for s in spans for v in (s.get("log_probs") or [None] * len(s["ids"]))],
+        "version": [s.get("policy_version") for s in spans for _ in s["ids"]],
+        "temperature": [s.get("temperature") for s in spans for _ in s["ids"]],
+        "contexts": [t["context_length"] for t in turns if t["segment"] == number],
+    }
+    for name in ("old_log_probs", "ref_log_probs"):
+        values = iter((row or {}).get(name, ()))
+        out[name] = [next(values, None) if m else None for m in sampled] if row and name in row else None
+    return out
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text of each token, as it adds to the text before it; of a character spread over several tokens, all of it at the last."""
+    out: list[str] = []
+    held: list[int] = []
+    before: list[int] = []
+    for i in ids:
+        held.append(i)
+        text = decode([*before, *held])[len(decode(before)) :]
+        if text.endswith("\ufffd") and len(held) < 4:
+            out.append("")
+            continue
+        out.append(text)
+        before, held = [i], []
+    if held:
+        out[-1] = decode([*before, *held])[len(decode(before)) :]
+    return out
+
+
+def fed_rows(episode_id: str, fed: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The rows of this episode in a step: number in the batch, rank, micro-batch with its members, width and padding."""
+    if fed is None:
+        return []
+    rows = fed["rows"]
+    lengths = [r["tokens"] for r in rows]
+    places = {
+        row: (rank, n, part)
+        for rank, share in enumerate(fed.get("plan") or ())
+        for n, part in enumerate(share)
+        for row in part
+    }
+    out = []
+    for number, r in enumerate(rows):
+        if r["episode_id"] != episode_id:
+            continue
+        rank, micro_batch, part = places.get(number, (None, None, [number]))
+        width = max(lengths[i] for i in part) - 1
+        members = [
+            {"episode_id": rows[i]["episode_id"], "segment_index": rows[i]["segment_index"], "tokens": lengths[i]}
+            for i in part
+        ]
+        place = {"number": number, "of": len(rows), "rank": rank, "micro_batch": micro_batch, "members": members}
+        out.append({**r, **place, "width": width, "padding": width - (lengths[number] - 1)})
+    return out
+
+
+def fed_summary(fed: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The step as a whole."""
+    return None if fed is None else {k: fed.get(k) for k in _STEP} | {"rows": len(fed["rows"])}

@@ -1,0 +1,352 @@
+"use strict";
+// The pages around an episode: the run, the list, two side by side; following a run that is being written; keys.
+
+(function () {
+  if (AR.single()) return;
+  const h = AR.h;
+  const main = document.getElementById("main");
+  const live = document.getElementById("live");
+  let state = null; // what the server had when this page was drawn
+  let run = null;
+  let page = null; // { name, refresh?, keys? }
+
+  async function get(path, query) {
+    const params = new URLSearchParams(Object.entries(query || {}).filter(([, v]) => v !== "" && v !== null && v !== undefined));
+    const answer = await fetch(`api/${path}${params.size ? `?${params}` : ""}`);
+    const value = await answer.json();
+    if (!answer.ok) throw new Error(value.error || `status ${answer.status}`);
+    return value;
+  }
+
+  const problem = (e) => h("p", { class: "error" }, AR.visible(e.message || e));
+
+  // -- the run -----------------------------------------------------------------------------------------------------
+
+  const FIRST = ["reward", "eval", "em", "turns", "sampled_tokens", "truncated_share", "flat_groups", "failures", "train/loss", "train/grad_norm", "train/kl", "train/entropy", "train/rollout_log_prob_diff_max"];
+  const rank = (name) => {
+    const at = FIRST.findIndex((f) => name === f || name.startsWith(`${f}/`));
+    return at < 0 ? FIRST.length : at;
+  };
+
+  function curves(rows) {
+    const series = new Map();
+    for (const row of rows) {
+      for (const [k, v] of Object.entries(row)) {
+        if (k === "step" || typeof v !== "number") continue;
+        if (!series.has(k)) series.set(k, []);
+        series.get(k).push([row.step, v]);
+      }
+    }
+    return [...series].filter(([, p]) => p.some(([, v]) => v !== p[0][1]) || p.length === 1).sort((a, b) => rank(a[0]) - rank(b[0]) || (a[0] < b[0] ? -1 : 1));
+  }
+
+  function chart(name, points) {
+    const ns = "http://www.w3.org/2000/svg";
+    const svg = document.createElementNS(ns, "svg");
+    svg.setAttribute("viewBox", "0 0 300 100");
+    svg.setAttribute("preserveAspectRatio", "none");
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `${name} over rollouts`);
+    const xs = points.map((p) => p[0]);
+    const ys = points.map((p) => p[1]);
+    const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+    const [y0, y1] = [Math.min(...ys), Math.max(...ys)];
+    const x = (v) => 4 + (292 * (v - x0)) / (x1 - x0 || 1);
+    const y = (v) => 94 - (86 * (v - y0)) / (y1 - y0 || 1);
+    const line = (cls, d) => {
+      const path = document.createElementNS(ns, "path");
+      path.setAttribute("class", cls);
+      path.setAttribute("d", d);
+      svg.append(path);
+    };
+    line("axis", "M4 97H296");
+    line("curve", points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""));
+    if (points.length === 1) line("curve", "M4 94H296");
+    return h("figure", { class: "card curve-card" }, h("h3", {}, h("span", {}, AR.visible(name)), h("span", {}, AR.number(ys[ys.length - 1]))), svg, h("div", { class: "soft" }, `${AR.number(y0)} … ${AR.number(y1)}, rollouts ${x0} to ${x1}`));
+  }
+
+  async function showRun() {
+    run = await get("run");
+    state = run.state;
+    const all = curves(run.metrics);
+    const fails = run.table;
+    const rest = all.slice(12);
+    main.replaceChildren(
+      h("h1", {}, AR.visible(run.name)),
+      h("p", { class: "soft" }, `${run.state.episodes} episodes, ${run.state.steps} optimizer steps recorded${run.cut ? `; ${run.cut} half-written record(s) skipped` : ""}`),
+      run.note ? h("p", { class: "soft" }, AR.visible(run.note)) : null,
+      all.length ? h("div", { class: "cards" }, all.slice(0, 12).map(([n, p]) => chart(n, p))) : h("p", { class: "soft" }, "no metrics yet"),
+      rest.length ? h("details", {}, h("summary", {}, `${rest.length} more curves`), h("div", { class: "cards" }, rest.map(([n, p]) => chart(n, p)))) : null,
+      h("h2", {}, "How episodes ended"),
+      h("div", { class: "card" }, h("table", { id: "causes" }, h("thead", {}, h("tr", {}, ["split", "stop reason", "status"].map((t) => h("th", {}, t)), h("th", { class: "n" }, "count"), h("th", { class: "n" }, "share"), h("th", {}, "cause"))), h("tbody", {}, fails.map((f) => h("tr", {}, h("td", {}, AR.visible(f.split)), h("td", {}, h("a", { href: link("episodes", { split: f.split, stop: f.stop }) }, AR.visible(f.stop))), h("td", { class: f.status === "failed" ? "bad" : "" }, f.status), h("td", { class: "n" }, f.count), h("td", { class: "n" }, `${((100 * f.count) / Math.max(1, run.state.episodes)).toFixed(1)} %`), h("td", {}, AR.visible(f.cause))))))),
+      Object.keys(run.replay).length ? [h("h2", {}, "The last replay"), h("div", { class: "card" }, Object.entries(run.replay).map(([k, n]) => h("p", {}, h("a", { href: link("episodes", { replay: k }) }, `${k}: ${n}`))))] : "",
+      run.rescore ? [h("h2", {}, "The last rescoring"), h("div", { class: "card" }, h("pre", {}, AR.visible(run.rescore.text)))].flat() : "",
+      run.config ? h("details", {}, h("summary", {}, "settings"), h("pre", {}, AR.visible(run.config))) : "",
+    );
+    [...main.childNodes].forEach((n) => n.nodeType === Node.TEXT_NODE && n.remove());
+    page = { name: "run", refresh: showRun };
+  }
+
+  // -- the list ----------------------------------------------------------------------------------------------------
+
+  const ROW = 30;
+  const PAGE = 100;
+  const COLUMNS = [["id", "episode", "92px"], ["step", "step", "40px", 1], ["split", "split", "64px"], ["stop", "ended", "92px"], ["score", "score", "48px", 1], ["turns", "turns", "42px", 1], ["sampled", "sampled", "58px", 1], ["tokens", "tokens", "50px", 1], ["seconds", "time", "56px", 1], ["version", "version", "52px", 1], ["advantage", "advantage", "68px", 1], ["replay", "replay", "68px"], ["text", "prompt", "minmax(120px, 1fr)"], ["answer", "answer", "minmax(80px, .4fr)"]];
+
+  function link(name, query) {
+    const params = new URLSearchParams(Object.entries(query || {}).filter(([, v]) => v !== "" && v !== null && v !== undefined));
+    return `#/${name}${params.size ? `?${params}` : ""}`;
+  }
+
+  async function showList(query) {
+    if (!run) run = await get("run");
+    const columns = [...COLUMNS];
+    columns.splice(5, 0, ...run.components.slice(0, 4).map((c) => [`rewards.${c}`, c, "48px", 1]));
+    const grid = columns.map((c) => c[2]).join(" ");
+    const pages = new Map();
+    let total = 0;
+    let here = 0;
+    const body = h("div", { class: "list-body", tabindex: 0, role: "listbox", "aria-label": "episodes" });
+    const tall = h("div");
+    body.append(tall);
+    const count = h("span", { class: "soft", id: "count" });
+    const search = h("input", { type: "search", placeholder: "search ids, prompts, answers, causes  ( / )", value: query.q || "", "aria-label": "search" });
+    const choice = (name, label, values) => {
+      const el = h("select", { "aria-label": label, "data-filter": name }, h("option", { value: "" }, label), values.map((v) => h("option", { value: v, selected: query[name] === v }, AR.visible(v))));
+      el.addEventListener("change", () => go({ [name]: el.value }));
+      return el;
+    };
+    const short = (name, label) => {
+      const el = h("input", { class: "short", placeholder: label, value: query[name] || "", "aria-label": label, "data-filter": name });
+      el.addEventListener("change", () => go({ [name]: el.value.trim() }));
+      return el;
+    };
+    const go = (change) => {
+      location.replace(link("episodes", { ...query, ...change }));
+    };
+    let waiting = 0;
+    search.addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => {
+        query = { ...query, q: search.value };
+        history.replaceState(null, "", link("episodes", query));
+        reload();
+      }, 150);
+    });
+    const head = h("div", { class: "list-head" }, columns.map(([key, label, , right]) => h("button", { type: "button", class: right ? "n" : "", "data-sort": key, onclick: () => go({ sort: key, desc: query.sort === key && query.desc !== "1" ? "1" : query.sort === key ? "" : right ? "1" : "" }) }, `${AR.visible(label)}${query.sort === key ? (query.desc === "1" ? " ↓" : " ↑") : ""}`)));
+    head.style.gridTemplateColumns = grid;
+
+    async function need(n) {
+      if (pages.has(n)) return;
+      pages.set(n, null);
+      try {
+        const answer = await get("episodes", { ...query, offset: n * PAGE, limit: PAGE });
+        pages.set(n, answer.rows);
+        if (answer.total !== total) resize(answer.total);
+        draw();
+      } catch (e) {
+        count.replaceChildren(problem(e));
+      }
+    }
+    function resize(n) {
+      total = n;
+      tall.style.height = `${n * ROW}px`;
+      count.textContent = `${n} episodes`;
+      here = Math.min(here, Math.max(0, n - 1));
+    }
+    const rows = new Map();
+    function draw() {
+      const from = Math.max(0, Math.floor(body.scrollTop / ROW) - 5);
+      const to = Math.min(total, Math.ceil((body.scrollTop + body.clientHeight) / ROW) + 5);
+      for (const [i, el] of rows) {
+        if (i < from || i >= to || el.waiting) {
+          el.remove();
+          rows.delete(i);
+        }
+      }
+      for (let i = from; i < to; i++) {
+        const data = pages.get(Math.floor(i / PAGE));
+        if (!pages.has(Math.floor(i / PAGE))) need(Math.floor(i / PAGE));
+        if (!rows.has(i)) {
+          const row = data && data[i % PAGE];
+          const el = row ? h("a", { class: "list-row", role: "option", href: link("episode", { ...query, id: row.id }), "data-id": row.id }, columns.map(([key, , , right]) => h("span", { class: `${right ? "n" : ""} ${key === "stop" && row.status === "failed" ? "bad" : ""}`, title: key === "text" || key === "answer" ? AR.visible(row[key] || "") : null }, cell(row, key)))) : h("div", { class: "list-row soft" }, "…");
+          el.waiting = !row;
+          el.style.gridTemplateColumns = grid;
+          el.style.top = `${i * ROW}px`;
+          rows.set(i, el);
+          body.append(el);
+        }
+        rows.get(i).classList.toggle("here", i === here);
+      }
+    }
+    function cell(row, key) {
+      if (key.startsWith("rewards.")) return AR.number(row.rewards[key.slice(8)]);
+      if (key === "seconds") return AR.seconds(row.seconds) || "–";
+      if (key === "replay") return row.replay || "";
+      return AR.visible(AR.number(row[key], 2));
+    }
+    async function reload() {
+      pages.clear();
+      for (const el of rows.values()) el.remove();
+      rows.clear();
+      await need(Math.floor(body.scrollTop / ROW / PAGE));
+      if (!total) resize(0);
+      draw();
+    }
+    function move(step) {
+      here = Math.max(0, Math.min(total - 1, here + step));
+      const y = here * ROW;
+      if (y < body.scrollTop) body.scrollTop = y;
+      if (y + ROW > body.scrollTop + body.clientHeight) body.scrollTop = y + ROW - body.clientHeight;
+      draw();
+    }
+    body.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
+    main.replaceChildren(
+      h("div", { class: "bar" }, search, choice("split", "any split", run.splits), choice("stop", "any end", run.stops), short("step", "step"), short("group", "group"), short("least", "score ≥"), short("most", "score ≤"), Object.keys(run.replay).length ? choice("replay", "any replay", ["differs", ...Object.keys(run.replay)]) : "", h("button", { type: "button", onclick: () => (location.hash = "#/episodes") }, "clear"), count),
+      h("div", { class: "list" }, head, body),
+    );
+    const refresh = async () => {
+      run = await get("run");
+      await reload();
+    };
+    page = {
+      name: "episodes",
+      refresh,
+      keys: {
+        "/": () => search.focus(),
+        j: () => move(1), ArrowDown: () => move(1), k: () => move(-1), ArrowUp: () => move(-1), PageDown: () => move(20), PageUp: () => move(-20), Home: () => move(-total), End: () => move(total),
+        Enter: () => rows.get(here) && rows.get(here).click(),
+        c: () => rows.get(here) && mark(rows.get(here).dataset.id),
+      },
+    };
+    await reload();
+    body.focus({ preventScroll: true });
+    performance.mark("list-painted");
+  }
+
+  // -- one episode -------------------------------------------------------------------------------------------------
+
+  async function showEpisode(query) {
+    const id = query.id || "";
+    const [e, [before, after]] = await Promise.all([get("episode", { id }), get("neighbours", query)]);
+    const list = { ...query };
+    delete list.id;
+    const view = AR.episode(e);
+    const to = (other) => other && (location.hash = link("episode", { ...query, id: other }));
+    main.replaceChildren(
+      h("div", { class: "bar" }, h("a", { href: link("episodes", list) }, "← list"), h("button", { type: "button", disabled: !before, onclick: () => to(before) }, "previous"), h("button", { type: "button", disabled: !after, onclick: () => to(after) }, "next"), h("button", { type: "button", onclick: () => mark(id) }, "compare with another"), e.group.length > 1 ? h("span", { class: "soft" }, "group: ", e.group.slice(0, 32).map((g) => [g === id ? h("b", {}, AR.visible(g)) : h("a", { href: link("episode", { ...query, id: g }) }, AR.visible(g)), " "])) : ""),
+      h("h1", {}, `episode ${AR.visible(id)}`),
+      view,
+    );
+    const keys = { k: () => to(before), j: () => to(after), Escape: () => (location.hash = link("episodes", list)), v: () => view.tab("conversation"), t: () => view.tab("tokens"), r: () => view.tab("trained"), c: () => mark(id) };
+    for (let n = 0; n < 6; n++) keys[String(n + 1)] = () => view.color(n);
+    const fed = e.fed !== null;
+    page = { name: "episode", keys, refresh: async () => { if (!fed && (await get("episode", { id })).fed) await showEpisode(query); } };
+    scrollTo(0, 0);
+  }
+
+  // -- two side by side --------------------------------------------------------------------------------------------
+
+  let marked = null;
+  function mark(id) {
+    if (marked && marked !== id) {
+      const first = marked;
+      marked = null;
+      location.hash = link("compare", { a: first, b: id });
+    } else {
+      marked = id;
+      location.hash = link("episodes", {});
+      live.textContent = `choose the episode to compare ${AR.visible(id)} with (c)`;
+    }
+  }
+
+  function firstUnlike(a, b) {
+    const n = Math.min(a.length, b.length);
+    for (let i = 0; i < n; i++) if (a[i] !== b[i]) return i;
+    return a.length === b.length ? -1 : n;
+  }
+
+  async function showCompare(query) {
+    const form = h("form", { class: "bar" }, h("input", { name: "a", value: query.a || "", placeholder: "an episode's id", "aria-label": "first episode" }), h("input", { name: "b", value: query.b || "", placeholder: "another's", "aria-label": "second episode" }), h("button", {}, "compare"));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const data = new FormData(form);
+      location.hash = link("compare", { a: data.get("a").trim(), b: data.get("b").trim() });
+    });
+    page = { name: "compare", keys: {} };
+    if (!query.a || !query.b) {
+      main.replaceChildren(h("h1", {}, "Two episodes side by side"), form);
+      return;
+    }
+    const [a, b] = await Promise.all([get("episode", { id: query.a }), get("episode", { id: query.b })]);
+    const unlike = a.segments.map((s, n) => (b.segments[n] ? firstUnlike(s.ids, b.segments[n].ids) : 0));
+    const first = unlike.findIndex((u) => u >= 0);
+    const views = [a, b].map((e) => AR.episode(e, { unlike, tab: "tokens" }));
+    const said = first < 0 ? "the same tokens" : `the tokens differ from token ${unlike[first]}${a.segments.length > 1 ? ` of segment ${first}` : ""} on`;
+    main.replaceChildren(form, h("p", { id: "unlike" }, said), h("div", { class: "two" }, views.map((v, n) => h("div", {}, h("h1", {}, h("a", { href: link("episode", { id: [a, b][n].episode_id }) }, AR.visible([a, b][n].episode_id))), v))));
+    const both = (f) => () => views.forEach(f);
+    page.keys = { v: both((x) => x.tab("conversation")), t: both((x) => x.tab("tokens")), r: both((x) => x.tab("trained")) };
+    for (let n = 0; n < 6; n++) page.keys[String(n + 1)] = both((x) => x.color(n));
+  }
+
+  // -- routes, following, keys -------------------------------------------------------------------------------------
+
+  const PAGES = { "": showRun, episodes: showList, episode: showEpisode, compare: showCompare };
+
+  async function route() {
+    const [path, text] = location.hash.replace(/^#\/?/, "").split("?", 2);
+    const query = Object.fromEntries(new URLSearchParams(text || ""));
+    document.querySelectorAll("nav a").forEach((a) => {
+      const on = a.dataset.page === (path || "run") || (a.dataset.page === "episodes" && path === "episode");
+      if (on) a.setAttribute("aria-current", "page");
+      else a.removeAttribute("aria-current");
+    });
+    try {
+      await (PAGES[path] || showRun)(query);
+    } catch (e) {
+      main.replaceChildren(problem(e));
+      page = { name: "problem" };
+    }
+    document.title = `${run ? run.name : "agentrl"}${path ? ` · ${query.id || path}` : ""}`;
+    main.dataset.ready = location.hash || "#/";
+  }
+
+  let still = 0;
+  async function follow() {
+    try {
+      const now = await get("state");
+      const changed = state && JSON.stringify(now) !== JSON.stringify(state);
+      state = now;
+      still = changed ? 0 : still + 1;
+      live.classList.toggle("on", still < 8);
+      if (!marked) live.textContent = still < 8 ? `${now.episodes} episodes` : `${now.episodes} episodes, at rest`;
+      if (changed && page && page.refresh && !document.hidden) await page.refresh();
+    } catch {
+      live.classList.remove("on");
+      live.textContent = "the server does not answer";
+    }
+    setTimeout(follow, 1500);
+  }
+
+  const help = document.getElementById("help");
+  help.append(h("h2", {}, "Keys"), h("table", {}, [["/", "search the list"], ["j k", "next, previous (list, episode)"], ["Enter", "open"], ["Esc", "back to the list"], ["v t r", "conversation, tokens, trained rows"], ["1 … 6", Object.values(AR.MODES).map((m) => m.label).join(", ")], ["← →", "token by token"], ["c", "compare: mark one, then another"], ["?", "this"]].map(([k, t]) => h("tr", {}, h("td", {}, h("kbd", {}, k)), h("td", {}, t)))), h("form", { method: "dialog" }, h("button", {}, "close")));
+  document.getElementById("help-button").addEventListener("click", () => help.showModal());
+
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
+    const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+    if (typing) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    if (event.key === "?") return help.showModal();
+    const act = page && page.keys && page.keys[event.key];
+    if (act && !(event.target.closest(".tokens") && event.key.startsWith("Arrow")) && !(event.key === "Enter" && event.target.tagName === "BUTTON")) {
+      event.preventDefault();
+      act();
+    }
+  });
+
+  window.addEventListener("hashchange", route);
+  route().then(follow);
+})();

@@ -1,0 +1,295 @@
+"use strict";
+// One episode: conversation, tokens in colours, the rows that were trained on. Also used by the single-file export.
+// Text of episodes is untrusted. It only ever becomes text nodes: there is no innerHTML in these files.
+
+const AR = {};
+
+AR.h = function (tag, attrs, ...children) {
+  const el = document.createElement(tag);
+  for (const [k, v] of Object.entries(attrs || {})) {
+    if (v === null || v === undefined || v === false) continue;
+    if (k.startsWith("on")) el.addEventListener(k.slice(2), v);
+    else if (k === "class") el.className = v;
+    else if (v === true) el.setAttribute(k, "");
+    else el.setAttribute(k, String(v));
+  }
+  for (const c of children.flat(3)) {
+    if (c !== null && c !== undefined && c !== false) el.append(c instanceof Node ? c : document.createTextNode(String(c)));
+  }
+  return el;
+};
+
+AR.number = function (v, digits = 3) {
+  if (v === null || v === undefined || v === "") return "–";
+  if (typeof v !== "number") return String(v);
+  if (Number.isInteger(v)) return String(v);
+  return Math.abs(v) < 0.001 ? v.toExponential(1) : v.toFixed(digits);
+};
+
+// Control characters as what they are called, so that nothing hides; \n and \t stay for <pre>.
+AR.visible = function (text) {
+  return String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g, (c) => {
+    const code = c.codePointAt(0);
+    return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16).padStart(4, "0");
+  });
+};
+
+AR.PROVENANCE = ["PROMPT", "SAMPLED", "OBSERVATION", "TEMPLATE", "FORCED", "DEMONSTRATION"];
+AR.HUES = ["rgba(125,135,150,.28)", "rgba(46,158,107,.38)", "rgba(74,134,216,.34)", "rgba(170,120,220,.34)", "rgba(220,80,70,.42)", "rgba(215,160,40,.42)"];
+
+const shade = (r, g, b, a) => `rgba(${r},${g},${b},${Math.max(0, Math.min(0.75, a)).toFixed(3)})`;
+const signed = (v, scale) => (v === null || v === undefined ? "" : v >= 0 ? shade(46, 158, 107, (0.75 * v) / scale) : shade(220, 70, 60, (-0.75 * v) / scale));
+const hue = (n) => `hsla(${(n * 137.5 + 200) % 360}, 65%, 50%, .36)`;
+
+// Each mode: a name, the value of token i of a segment, its colour, and the legend's entries.
+AR.MODES = {
+  provenance: {
+    label: "provenance",
+    color: (s, i) => AR.HUES[s.provenance[i]],
+    legend: (e) => AR.PROVENANCE.map((n, p) => [AR.HUES[p], n]).filter((_, p) => e.segments.some((s) => s.provenance.includes(p))),
+  },
+  mask: {
+    label: "mask",
+    color: (s, i) => (s.mask[i] ? shade(46, 158, 107, 0.4) : ""),
+    legend: () => [[shade(46, 158, 107, 0.4), "1: trained on, if its episode is"], ["transparent", "0"]],
+  },
+  log_prob: {
+    label: "log-prob",
+    color: (s, i) => (s.log_prob[i] === null ? "" : shade(215, 120, 20, 0.06 + (0.69 * -s.log_prob[i]) / 5)),
+    legend: () => [[0, -0.5, -2, -5].map((v) => [shade(215, 120, 20, 0.06 + (0.69 * -v) / 5), `${v}`])].flat().concat([["transparent", "not sampled"]]),
+  },
+  difference: {
+    label: "engine − trainer",
+    color: (s, i, e) => (AR.difference(s, i) === null ? "" : signed(AR.difference(s, i), AR.scale(e))),
+    legend: (e) =>
+      e.segments.some((s) => s.old_log_probs)
+        ? [[signed(AR.scale(e), AR.scale(e)), `+${AR.number(AR.scale(e))}`], ["transparent", "equal"], [signed(-AR.scale(e), AR.scale(e)), `−${AR.number(AR.scale(e))}`]]
+        : [["transparent", "the trainer's log-probs of this episode were not recorded (they are where a rollout has several optimizer steps)"]],
+  },
+  advantage: {
+    label: "advantage",
+    color: (s, i, e) => (s.mask[i] && AR.advantage(e) !== null ? signed(AR.advantage(e), 2) : ""),
+    legend: (e) => (AR.advantage(e) === null ? [["transparent", "the trainer was not fed this episode"]] : [[signed(1, 2), "+1"], [signed(-1, 2), "−1"], ["transparent", "not trained on"]]),
+  },
+  version: {
+    label: "policy version",
+    color: (s, i) => (s.version[i] === null ? "" : hue(s.version[i])),
+    legend: (e) => [...new Set(e.segments.flatMap((s) => s.version))].filter((v) => v !== null).sort((a, b) => a - b).map((v) => [hue(v), `version ${v}`]),
+  },
+};
+
+AR.difference = (s, i) => (s.old_log_probs && s.old_log_probs[i] !== null && s.log_prob[i] !== null ? s.log_prob[i] - s.old_log_probs[i] : null);
+AR.scale = function (e) {
+  if (e.diffScale === undefined) {
+    const all = e.segments.flatMap((s) => s.ids.map((_, i) => Math.abs(AR.difference(s, i) || 0)));
+    e.diffScale = Math.max(1e-6, all.reduce((a, b) => Math.max(a, b), 0));
+  }
+  return e.diffScale;
+};
+AR.advantage = (e) => (e.advantage === null || e.advantage === undefined ? null : e.advantage);
+
+AR.piece = function (s, i) {
+  if (!s.text) return `‹${s.ids[i]}›`;
+  return s.text[i];
+};
+
+AR.aboutToken = function (e, s, i) {
+  const parts = [`token ${i}`, `id ${s.ids[i]}`, s.text ? JSON.stringify(AR.visible(s.text[i])) : null, AR.PROVENANCE[s.provenance[i]], s.turn[i] < 0 ? "before the first turn" : `turn ${s.turn[i]}`, `mask ${s.mask[i]}`];
+  if (s.log_prob[i] !== null) parts.push(`log p ${s.log_prob[i].toFixed(4)} (p ${Math.exp(s.log_prob[i]).toFixed(3)})`, `version ${s.version[i]}`, `temperature ${AR.number(s.temperature[i], 2)}`);
+  if (s.old_log_probs && s.old_log_probs[i] !== null) parts.push(`trainer ${s.old_log_probs[i].toFixed(4)}`, `difference ${AR.number(AR.difference(s, i), 5)}`);
+  if (s.mask[i] && AR.advantage(e) !== null) parts.push(`advantage ${AR.number(AR.advantage(e))}`);
+  return parts.filter((p) => p !== null).join("  ·  ");
+};
+
+// A segment's tokens. `unlike`: a set of token indices to mark (comparison).
+AR.tokens = function (e, number, mode, about, unlikeFrom) {
+  const s = e.segments[number];
+  const box = AR.h("div", { class: "tokens", tabindex: 0, "data-segment": number, "aria-label": `tokens of segment ${number}` });
+  const starts = new Map(s.contexts.map((c, n) => [c, n]));
+  const turnAt = new Map([...starts.keys()].map((c) => [c, s.turn[c]]));
+  const spans = [];
+  let at = -1;
+  const show = (i) => {
+    if (at >= 0 && spans[at]) spans[at].classList.remove("at");
+    at = i;
+    spans[i].classList.add("at");
+    about.textContent = AR.aboutToken(e, s, i);
+  };
+  const paint = (from) => {
+    const part = document.createDocumentFragment();
+    const end = Math.min(from + 3000, s.ids.length);
+    for (let i = from; i < end; i++) {
+      if (starts.has(i)) part.append(AR.h("span", { class: "mark" }, `turn ${turnAt.get(i)}`));
+      const text = AR.piece(s, i);
+      const el = document.createElement("span");
+      el.dataset.i = i;
+      if (text.includes("\n")) {
+        for (const [n, line] of text.split("\n").entries()) {
+          if (n) el.append(AR.h("span", { class: "sign" }, "↵"), "\n");
+          el.append(AR.visible(line));
+        }
+      } else el.textContent = AR.visible(text) || (text ? text : "");
+      if (i === unlikeFrom) el.className = "split";
+      el.style.backgroundColor = AR.MODES[mode].color(s, i, e);
+      spans.push(el);
+      part.append(el);
+    }
+    box.append(part);
+    if (end < s.ids.length) requestAnimationFrame(() => paint(end));
+  };
+  paint(0);
+  box.addEventListener("mouseover", (event) => {
+    const el = event.target.closest("[data-i]");
+    if (el) show(Number(el.dataset.i));
+  });
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step || !spans.length) return;
+    event.preventDefault();
+    show(Math.max(0, Math.min(spans.length - 1, at + step)));
+    spans[at].scrollIntoView({ block: "nearest" });
+  });
+  box.recolor = (next) => spans.forEach((el, i) => (el.style.backgroundColor = AR.MODES[next].color(s, i, e)));
+  return box;
+};
+
+AR.tokenView = function (e, options = {}) {
+  let mode = AR.mode || "provenance";
+  const about = AR.h("div", { class: "about", role: "status" }, "hover over a token, or move with ← and →");
+  const legend = AR.h("div", { class: "legend", "aria-label": "legend" });
+  const boxes = e.segments.map((_, n) => AR.tokens(e, n, mode, about, (options.unlike || [])[n]));
+  const buttons = Object.entries(AR.MODES).map(([name, m], n) =>
+    AR.h("button", { type: "button", "data-mode": name, title: `key ${n + 1}`, onclick: () => choose(name) }, m.label));
+  const choose = (name) => {
+    mode = AR.mode = name;
+    buttons.forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.mode === name)));
+    legend.replaceChildren(...AR.MODES[name].legend(e).map(([color, text]) => {
+      const swatch = AR.h("i");
+      swatch.style.backgroundColor = color;
+      return AR.h("span", {}, swatch, text);
+    }));
+    boxes.forEach((b) => b.recolor(name));
+  };
+  const view = AR.h("section", { class: "token-view" }, AR.h("div", { class: "bar", role: "group", "aria-label": "colour tokens by" }, AR.h("span", { class: "soft" }, "colour by"), buttons), legend,
+    boxes.map((b, n) => [e.segments.length > 1 ? AR.h("h2", {}, `segment ${n}`) : null, b]), about);
+  view.choose = (n) => buttons[n] && buttons[n].click();
+  choose(mode);
+  return view;
+};
+
+AR.seconds = (v) => (v === undefined || v === null ? null : v < 1 ? `${(v * 1000).toFixed(v < 0.01 ? 1 : 0)} ms` : `${v.toFixed(1)} s`);
+AR.json = (v) => AR.h("pre", {}, AR.visible(typeof v === "string" ? v : JSON.stringify(v, null, 1)));
+
+AR.content = function (message) {
+  if (typeof message.content === "string") return AR.h("pre", {}, AR.visible(message.content));
+  return AR.json(message.content === undefined ? message : message.content);
+};
+
+AR.part = (kind, who, ...body) => AR.h("div", { class: `part ${kind}` }, AR.h("div", { class: "who" }, who), body);
+
+AR.conversation = function (e) {
+  const first = e.segments[0];
+  const prompt = first && first.text ? first.text.filter((_, i) => first.provenance[i] === 0).join("") : typeof e.task.prompt === "string" ? e.task.prompt : JSON.stringify(e.task.prompt, null, 1);
+  const turns = e.turns.map((t) => {
+    const a = t.action;
+    const head = [AR.h("b", {}, `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} tokens cached` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 ? `segment ${t.segment}` : null];
+    return AR.h("article", { class: "turn" }, AR.h("header", {}, head.filter(Boolean).map((x) => (x instanceof Node ? x : AR.h("span", {}, x)))),
+      AR.part("policy", "policy", AR.h("pre", {}, AR.visible(a.text) || "(nothing)")),
+      a.calls.map((c, n) => {
+        const r = a.results[n];
+        const cut = r && r.full_bytes ? `, cut: the first of ${r.full_bytes} bytes, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
+        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.h("pre", {}, AR.visible(r.content)) : null);
+      }),
+      a.errors.map((x) => AR.part("wrong", `not understood (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
+      a.answer !== null ? AR.part("policy", "answer", AR.h("pre", {}, AR.visible(a.answer))) : null,
+      t.observation.messages.map((m) => {
+        const who = `environment, as ${AR.visible(m.role)}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens cut` : ""}`;
+        const again = a.results.some((r) => r.content === m.content);
+        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(m)) : AR.part("env", who, AR.content(m));
+      }),
+      Object.keys(t.info).length ? AR.h("details", { class: "part" }, AR.h("summary", {}, "info"), AR.json(t.info)) : null);
+  });
+  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)))), turns,
+    AR.h("details", {}, AR.h("summary", {}, "task, state, timings"), AR.json({ task: e.task, state: e.state, timings: e.timings, seed: e.seed, ...e.extra })));
+};
+
+AR.trained = function (e) {
+  if (!e.fed) return AR.h("section", {}, AR.h("p", { class: "soft" }, "The trainer was not fed this episode: it was not trained on, or training has not come to it yet."));
+  const f = e.fed;
+  const head = AR.h("div", { class: "facts" }, [["optimizer step", f.optimizer_step], ["rollout", f.step], ["learning rate", AR.number(f.lr, 6)], ["rows in the batch", f.rows], ["loss", f.metrics && AR.number(f.metrics.loss, 5)], ["gradient norm", f.metrics && AR.number(f.metrics.grad_norm)]].map(([k, v]) => AR.h("span", {}, `${k} `, AR.h("b", {}, AR.number(v)))));
+  const rows = e.rows.map((r) => {
+    const s = e.segments[r.segment_index];
+    const most = Math.max(...r.members.map((m) => m.tokens), 1);
+    const lanes = AR.h("div", { class: "lanes" }, r.members.map((m) => {
+      const fill = AR.h("i");
+      fill.style.width = `${(100 * m.tokens) / most}%`;
+      return AR.h("div", { class: `lane ${m.episode_id === e.episode_id && m.segment_index === r.segment_index ? "me" : ""}` }, AR.h("span", { class: "name" }, AR.visible(m.episode_id) + (m.segment_index ? ` segment ${m.segment_index}` : "")), AR.h("span", { class: "full" }, fill), AR.h("span", { class: "n" }, m.tokens));
+    }));
+    const columns = ["position", "input id", "token", "label id", "label", "mask", "weight", "advantage", "engine log p", "trainer log p", "temperature"];
+    const body = AR.h("tbody");
+    const end = Math.min(s.ids.length - 1, 4000);
+    for (let p = 0; p < end; p++) {
+      const t = p + 1;
+      const cells = [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.old_log_probs && s.old_log_probs[t] !== null ? s.old_log_probs[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
+      body.append(AR.h("tr", { class: s.mask[t] ? "trained" : "" }, cells.map((c) => AR.h("td", {}, c))));
+    }
+    for (let p = 0; p < Math.min(r.padding, 3); p++) body.append(AR.h("tr", { class: "soft" }, AR.h("td", {}, s.ids.length - 1 + p), AR.h("td", {}, 0), AR.h("td", { colspan: 9 }, "padding")));
+    if (r.padding > 3) body.append(AR.h("tr", { class: "soft" }, AR.h("td", { colspan: 11 }, `… ${r.padding} positions of padding in all`)));
+    const place = r.rank === null ? "" : `, data-parallel rank ${r.rank}, micro-batch ${r.micro_batch} of ${r.members.length} rows padded to ${r.width} positions`;
+    return [AR.h("h2", {}, `row ${r.number} of ${r.of}: segment ${r.segment_index}${place}`), AR.h("p", { class: "soft" }, `${r.tokens} tokens, ${r.trained} trained; advantage ${AR.number(r.advantage)}; weight of each trained token ${r.weight.toExponential(3)} (the global denominator is in it)`), lanes,
+      AR.h("div", { class: "wide card" }, AR.h("table", { class: "row-table" }, AR.h("thead", {}, AR.h("tr", {}, columns.map((c) => AR.h("th", {}, c)))), body))];
+  });
+  return AR.h("section", { class: "trained-view" }, head, rows);
+};
+
+AR.facts = function (e) {
+  const rewards = Object.entries(e.rewards).map(([k, v]) => [AR.visible(k), v === null ? "abstained" : `${AR.number(v)}${e.weights[k] === 1 || e.weights[k] === undefined ? "" : ` × ${e.weights[k]}`}`]);
+  const sampled = e.segments.reduce((n, s) => n + s.mask.reduce((a, b) => a + b, 0), 0);
+  const tokens = e.segments.reduce((n, s) => n + s.ids.length, 0);
+  const replay = e.replay === null ? "identical" : e.replay === undefined || e.replay === "unknown" ? null : `${e.replay.cause}: ${e.replay.what}`;
+  const all = [["ended", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
+  return AR.h("div", { class: "facts" }, all.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => AR.h("span", {}, `${k} `, AR.h("b", {}, AR.visible(AR.number(v))))));
+};
+
+AR.replayBox = function (e) {
+  const d = e.replay;
+  if (!d || d === "unknown") return null;
+  return AR.h("div", { class: "error" }, AR.h("b", {}, `The last replay differs: ${d.cause}, ${d.what}`), ` (${d.turn < 0 ? "the first prompt" : `turn ${d.turn}`}, token ${d.token} of segment ${d.segment})`, AR.h("pre", {}, `then   ${AR.visible(d.then)}\ntoday  ${AR.visible(d.today)}`));
+};
+
+// The episode under its tabs; returns an element with `tab(name)`.
+AR.episode = function (e, options = {}) {
+  const made = {};
+  const makers = { conversation: () => AR.conversation(e), tokens: () => AR.tokenView(e, options), trained: () => AR.trained(e) };
+  const body = AR.h("div");
+  const names = { conversation: "Conversation", tokens: "Tokens", trained: "Trained rows" };
+  const buttons = Object.entries(names).map(([n, label]) => AR.h("button", { type: "button", role: "tab", "data-tab": n, onclick: () => tab(n) }, label));
+  const view = AR.h("div", { class: "episode" }, AR.facts(e), AR.replayBox(e), e.note ? AR.h("p", { class: "soft" }, AR.visible(e.note)) : null, AR.h("div", { class: "tabs", role: "tablist" }, buttons), body);
+  const tab = (name) => {
+    AR.tab = name;
+    made[name] = made[name] || makers[name]();
+    buttons.forEach((b) => b.setAttribute("aria-selected", String(b.dataset.tab === name)));
+    body.replaceChildren(made[name]);
+  };
+  view.tab = tab;
+  view.color = (n) => {
+    if (AR.tab !== "tokens") tab("tokens");
+    made.tokens.choose(n);
+  };
+  tab(options.tab || AR.tab || "conversation");
+  return view;
+};
+
+// The single-file export: the episode lies in the page itself.
+AR.single = function () {
+  const data = document.getElementById("episode-data");
+  if (!data) return false;
+  const e = JSON.parse(data.textContent);
+  const main = document.getElementById("main");
+  const view = AR.episode(e);
+  main.replaceChildren(AR.h("h1", {}, `episode ${AR.visible(e.episode_id)}`), view);
+  document.addEventListener("keydown", (event) => {
+    if (event.key >= "1" && event.key <= "6" && !event.ctrlKey && !event.metaKey && !event.altKey) view.color(Number(event.key) - 1);
+  });
+  return true;
+};
