@@ -142,14 +142,14 @@ class Job:
         if self.row["train/steps"] or self.weights.lent:
             await self.weights.sync(self.trainer, self.engine, self.policy_version)
             self.row |= self.weights.metrics()
-            self.seconds |= {f"sync/{k}": v for k, v in self.weights.seconds.items()}
         self.row["policy_version"] = self.policy_version
         self.seconds["sync_s"] = time.perf_counter() - started
 
     def record(self, step: int) -> None:
         """Write the step's numbers and say them."""
         self.folder.metrics.write({"step": step, **self.row})
-        self.folder.timings.write({"step": step, **self.seconds})
+        parts = {f"sync/{k}": v for k, v in self.weights.seconds.items()}
+        self.folder.timings.write({"step": step, **self.seconds, **parts})
         self.report.step(step, self.row, self.seconds)
         self.out(self.report.line(step))
         self.step = step + 1
