@@ -43,11 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
-    parser = argparse.ArgumentParser(prog="agentrl", description="Reinforcement learning for language-model agents.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="agentrl", description="Reinforcement learning for language-model agents.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace, Words], int], about: str, *, settings: bool = True) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable[[argparse.Namespace, Words], int], about: str, *, settings: bool = True
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         sub.set_defaults(run_command=run)
         if settings:
@@ -56,14 +60,33 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     train = add("train", run_train, "train a policy in an environment")
-    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder from its last checkpoint, with its own settings")
+    train.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with a run folder from its last checkpoint, with its own settings",
+    )
     only = "train on recorded episodes (a run folder or a folder of episodes), without an engine"
     train.add_argument("--train-only", type=Path, metavar="EPISODES", help=only)
-    add("rollout", run_rollout, "run and record episodes without training (--num-rollout times --rollout-batch-size tasks)")
+    add(
+        "rollout",
+        run_rollout,
+        "run and record episodes without training (--num-rollout times --rollout-batch-size tasks)",
+    )
     add("eval", run_eval, "evaluate a policy on the held-out tasks")
     sft = add("sft", run_sft, "train on recorded episodes or on conversations, with the same masks")
-    sft.add_argument("episodes", type=Path, help="a folder of recorded episodes, or a JSONL file of conversations (key messages)")
-    check = add("check", run_check, "check an environment's contract with a scripted and a random policy; no model needed", settings=False)
+    sft.add_argument(
+        "episodes",
+        type=Path,
+        nargs="+",
+        help="folders of recorded episodes, or JSONL files of conversations (key messages)",
+    )
+    check = add(
+        "check",
+        run_check,
+        "check an environment's contract with a scripted and a random policy; no model needed",
+        settings=False,
+    )
     check.add_argument("--env", required=True, help="name, module:Class or file.py")
     check.add_argument("--env-arg", action="append", default=[], metavar="NAME=VALUE")
     check.add_argument("--episodes", type=int, default=20)
@@ -98,7 +121,9 @@ def run_train(args: argparse.Namespace, rest: Words) -> int:
         config = build_config(read_toml(require_run(args.resume) / "config.toml"), given)
         changed = sorted(set(given) - {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency"})
         if changed:
-            raise ConfigError(f"--resume goes on with the run's own settings; leave out --{changed[0].replace('_', '-')}, or begin a new run")
+            raise ConfigError(
+                f"--resume goes on with the run's own settings; leave out --{changed[0].replace('_', '-')}, or begin a new run"
+            )
         asyncio.run(train(config, resume=args.resume, out=say))
         return 0
     if args.train_only:

@@ -1,5 +1,6 @@
 """Supervised fine-tuning on recorded episodes or on conversations, with the masks of RL: what an expert wrote (DEMONSTRATION) or a policy
-sampled has mask 1, everything else 0."""
+sampled has mask 1, everything else 0.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,14 @@ from agentrl.train.base import LossConfig
 from agentrl.train.rows import make_rows
 
 
-async def sft(config: Config, source: Path, *, out: Print = print) -> Path:
+async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) -> Path:
     """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
     parts = Parts(config)
-    samples = load_samples(source, parts)
+    samples = []
+    for number, source in enumerate(sources):
+        for s in load_samples(source, parts):
+            s.episode_id = f"{number}/{s.episode_id}"  # ordinals count from 0 in every source
+            samples.append(s)
     folder = RunFolder.create(config, __version__)
     trainer = await asyncio.to_thread(parts.trainer, folder.path, reference=False)
     try:
@@ -34,11 +39,19 @@ async def sft(config: Config, source: Path, *, out: Print = print) -> Path:
         out(f"run folder {folder.path}: {len(samples)} samples, {len(batches)} steps")
         started = time.perf_counter()
         for step, batch in enumerate(batches):
-            rows = make_rows(batch, {s.episode_id: 0.0 for s in batch}, "token" if config.train.calculate_per_token_loss else "sequence")
-            row = await asyncio.to_thread(trainer.step, rows, LossConfig(kind="sft"), sft_rate(config, step, len(batches)))
+            rows = make_rows(
+                batch,
+                {s.episode_id: 0.0 for s in batch},
+                "token" if config.train.calculate_per_token_loss else "sequence",
+            )
+            row = await asyncio.to_thread(
+                trainer.step, rows, LossConfig(kind="sft"), sft_rate(config, step, len(batches))
+            )
             folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in row.items()}})
             if step % 10 == 0 or step == len(batches) - 1:
-                out(f"step {step + 1:>5} of {len(batches)}  loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {time.perf_counter() - started:.0f} s")
+                out(
+                    f"step {step + 1:>5} of {len(batches)}  loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {time.perf_counter() - started:.0f} s"
+                )
         await asyncio.to_thread(trainer.export_weights, folder.path / "hf")
     finally:
         await asyncio.to_thread(trainer.close)

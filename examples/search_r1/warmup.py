@@ -2,7 +2,7 @@
 
     python examples/search_r1/warmup.py init START                        # a tokenizer and a random 3.7M-parameter Qwen3
     python examples/search_r1/warmup.py record EPISODES --model START --episodes 128000 --processes 14
-    agentrl sft EPISODES --config examples/search_r1/warmup.toml --hf-checkpoint START --run RUN     # minutes on a GPU; weights in RUN/hf
+    agentrl sft EPISODES/* --config examples/search_r1/warmup.toml --hf-checkpoint START --run RUN     # minutes on a GPU; weights in RUN/hf
 
 The demonstrator knows the format and copies exactly, but searches with care only some of the time: otherwise it types the words of the
 question, also where the question takes two searches, and gives up with 'unknown' when that finds nothing. In 80 % of the episodes the
@@ -31,7 +31,7 @@ from agentrl.reward import Scorer
 from agentrl.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter
 from agentrl.tool import tool
-from agentrl.types import EpisodeSpec, StepResult, Task
+from agentrl.types import EpisodeSpec, Task
 
 CARE, RENAMING, GIVE_UP = 0.3, 0.8, "unknown"
 
