@@ -123,15 +123,18 @@ class _VocabParallel(torch.autograd.Function):
         log_total = total.log()
         entropy = log_total - moment / total
         ctx.save_for_backward(p, local, mine, inverse_temperature, entropy)
+        ctx.set_materialize_grads(False)
         return picked - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p_y / dx_v = [v = y] − p_v;  d H / dx_v = −p_v (log p_v + H)."""
         p, local, mine, inverse_temperature, entropy = ctx.saved_tensors
         by_label, by_entropy = grads
-        grad = p * -(by_label + by_entropy * entropy)[:, None]
-        if by_entropy.any():
+        if by_label is None:
+            by_label = torch.zeros_like(entropy)
+        grad = p * -(by_label if by_entropy is None else by_label + by_entropy * entropy)[:, None]
+        if by_entropy is not None:
             grad -= torch.special.xlogy(p, p) * by_entropy[:, None]
         grad.scatter_add_(1, local[:, None], (by_label * mine)[:, None])
         grad *= inverse_temperature[:, None]

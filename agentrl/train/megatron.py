@@ -20,7 +20,7 @@ from agentrl.train.plan import plan
 from agentrl.train.processes import Workers, free_port
 from agentrl.train.worker import Setup
 
-DEFAULT_MICRO_BATCH_TOKENS = 8192
+DEFAULT_MICRO_BATCH_TOKENS = 4096
 
 
 class MegatronTrainer:
@@ -47,7 +47,7 @@ class MegatronTrainer:
             megatron: settings by the field names of megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.
             world_size: ranks; a multiple of tensor × pipeline size, the rest is data parallel. None: one data-parallel rank.
             seed: of every rank's random generators.
-            micro_batch_tokens: most tokens of a micro-batch, padding included (a longer row stands alone); None: 8192.
+            micro_batch_tokens: most tokens of a micro-batch, padding included (a longer row stands alone); None: 4096.
             dtype: float32 or bfloat16 (with fp32 master weights and gradients).
             reference: keep a frozen copy of `model` for reference log-probs.
             run_dir: logs go to run_dir/trainer.

@@ -116,9 +116,11 @@ class Workers:
         return [answers[r] for r in range(len(self.connections))]
 
     def _receive(self, command: str, rank: int) -> Any:
-        try:
+        kind: str = "gone"
+        value: Any = None
+        with contextlib.suppress(EOFError, OSError):
             kind, value = self.connections[rank].recv()
-        except (EOFError, OSError):
+        if kind == "gone":
             self._died(command, rank)
         if kind == "usage":
             raise value
