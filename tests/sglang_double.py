@@ -1,0 +1,152 @@
+"""A scripted HTTP server that speaks as much of SGLang's native API as the engine uses, and fails on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+Answer = Callable[[dict[str, Any]], list[int]]
+
+
+def count_up(body: dict[str, Any]) -> list[int]:
+    """As many ids as were asked for, counting on from the last one of the context."""
+    last = body["input_ids"][-1]
+    return [(last + i) % 100 for i in range(1, body["sampling_params"]["max_new_tokens"] + 1)]
+
+
+@dataclass
+class Double:
+    """One server. `faults` are taken one per request of /generate: an HTTP status, 'reset' (after the first bytes), 'close' (before any)."""
+
+    version: str = "0.5.23"
+    answer: Answer = count_up
+    delay_s: float = 0.0
+    weight_version: str = "default"
+    faults: list[Any] = field(default_factory=list)
+    refuse: dict[str, int] = field(default_factory=dict)
+    """paths that answer with a status instead"""
+    calls: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    device: str = "cuda"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        self.going = asyncio.Event()
+        self.going.set()
+        self.aborted = asyncio.Event()
+        self.session_open = False
+        self.connections = 0
+        self.idle = True
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> Double:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            self.going.set()
+            await runner.cleanup()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        self.calls.append(path)
+        if path in self.refuse:
+            return web.Response(status=self.refuse[path], text="refused by the script")
+        body = await request.json() if request.can_read_body else {}
+        handler = getattr(self, path.strip("/"), None)
+        if handler is None:
+            return web.Response(status=404, text="no such path")
+        return await handler(request, body)
+
+    async def health(self, _: Any, __: Any) -> web.Response:
+        return web.Response()
+
+    async def server_info(self, _: Any, __: Any) -> web.Response:
+        return web.json_response({"version": self.version, "device": self.device, "tp_size": 1, "context_length": 256})
+
+    async def model_info(self, _: Any, __: Any) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
+    async def pause_generation(self, _: Any, body: Any) -> web.Response:
+        self.going.clear()
+        return web.json_response({})
+
+    async def continue_generation(self, _: Any, __: Any) -> web.Response:
+        self.going.set()
+        return web.json_response({})
+
+    async def abort_request(self, _: Any, body: Any) -> web.Response:
+        self.aborted.set()
+        self.aborted = asyncio.Event()
+        return web.json_response({})
+
+    async def flush_cache(self, _: Any, __: Any) -> web.Response:
+        return web.Response(text="flushed", status=200 if self.idle else 400)
+
+    async def begin_weight_update(self, _: Any, __: Any) -> web.Response:
+        if self.version == "0.5.17":
+            return web.Response(status=404)
+        self.session_open = True
+        return web.json_response({"success": True})
+
+    async def end_weight_update(self, _: Any, __: Any) -> web.Response:
+        done, self.session_open = self.session_open, False
+        return web.json_response({"success": done, "message": "no session"})
+
+    async def update_weight_version(self, _: Any, body: Any) -> web.Response:
+        self.weight_version = str(body["new_version"])
+        return web.json_response({"success": True})
+
+    async def update_weights_from_disk(self, _: Any, body: Any) -> web.Response:
+        self.weight_version = str(body["weight_version"])
+        return web.json_response({"success": True})
+
+    async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.bodies.append(body)
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, int):
+            return web.Response(status=fault, text="fault by the script")
+        if fault == "close":
+            request.transport.abort()
+            return web.Response()
+        if fault == "reset":
+            response = web.StreamResponse(headers={"Content-Length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"output_ids": [1,')
+            request.transport.abort()
+            return response
+        return await self._answer(body)
+
+    async def _answer(self, body: dict[str, Any]) -> web.Response:
+        version, aborted = self.weight_version, self.aborted
+        gone = asyncio.ensure_future(aborted.wait())
+        work = asyncio.ensure_future(self._think())
+        await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+        finished = work.done()
+        gone.cancel()
+        work.cancel()
+        ids = self.answer(body) if finished else []
+        reason = {"type": "length", "length": len(ids)} if finished else {"type": "abort", "message": "aborted"}
+        pairs = [[-0.5, i, None] for i in ids]
+        meta = {"finish_reason": reason, "output_token_logprobs": pairs, "weight_version": version, "cached_tokens": 1}
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}})
+
+    async def _think(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        await self.going.wait()

@@ -1,0 +1,449 @@
+"""The SGLang client, the fleet and the launcher against a scripted HTTP server: what needs no SGLang."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from sglang_double import Double
+
+from agentrl.engine.base import SamplingParams, WeightsManifest
+from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.launch import (
+    Installation,
+    LaunchSpec,
+    ServerProcess,
+    check_flags,
+    check_spec,
+    command_line,
+    find_installation,
+    free_port,
+    session_members,
+)
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.engine.sglang_protocol import ServerFacts
+from agentrl.errors import ConfigError, EngineAbort, EngineFailure
+from agentrl.sync.fingerprint import fingerprint
+from agentrl.types import FinishReason
+
+MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
+FIVE = SamplingParams(5)
+
+
+@pytest.fixture
+async def double():
+    server = await Double().start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def engine(double):
+    engine = SGLangEngine(double.address, timeout_s=5, generate_timeout_s=5)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    (tmp_path / "w").mkdir()
+    os.link(MODEL / "model.safetensors", tmp_path / "w/model.safetensors")
+    return WeightsManifest(tmp_path / "w", fingerprint(tmp_path / "w"))
+
+
+async def test_what_is_asked_and_what_is_read(engine, double):
+    sampling = SamplingParams(5, temperature=0.7, top_p=0.9, stop=("</search>",), stop_token_ids=(3,), ignore_eos=True)
+    g = await engine.generate([1, 2], sampling, session="a")
+    assert (g.ids, g.log_probs, g.finish_reason) == ((3, 4, 5, 6, 7), (-0.5,) * 5, FinishReason.LENGTH)
+    body = double.bodies[0]
+    assert body["input_ids"] == [1, 2]
+    assert body["return_logprob"] is True
+    asked = body["sampling_params"]
+    assert asked["no_stop_trim"] is True
+    assert asked["skip_special_tokens"] is False
+    assert (asked["temperature"], asked["stop"], asked["stop_token_ids"]) == (0.7, ["</search>"], [3])
+    assert "sampling_seed" not in asked
+
+
+async def test_room_is_what_the_context_leaves(engine, double):
+    await engine.generate([1] * 250, SamplingParams(100), session="a")
+    assert double.bodies[0]["sampling_params"]["max_new_tokens"] == 6
+
+
+async def test_a_kept_connection_that_was_closed_is_asked_again_once(engine, double):
+    await engine.generate([1], FIVE, session="a")
+    double.faults = ["close"]
+    assert (await engine.generate([1], FIVE, session="a")).ids
+    double.faults = ["close", "close"]
+    with pytest.raises(EngineFailure) as e:
+        await engine.generate([1], FIVE, session="a")
+    assert e.value.cause == "engine: connection lost"
+
+
+async def test_a_fresh_connection_is_not_asked_again(double):
+    double.faults = ["close"]
+    engine = SGLangEngine(double.address)
+    engine._facts = ServerFacts("0.5.23", "cuda", 1, True, False, False, False, 256)
+    with pytest.raises(EngineFailure):
+        await engine.generate([1], FIVE, session="a")
+    assert len(double.bodies) == 1
+    await engine.close()
+
+
+async def test_a_reset_in_the_answer_is_not_asked_again(engine, double):
+    await engine.generate([1], FIVE, session="a")
+    double.faults = ["reset"]
+    with pytest.raises(EngineFailure) as e:
+        await engine.generate([1], FIVE, session="a")
+    assert e.value.cause == "engine: connection lost"
+    assert len(double.bodies) == 2
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
+async def test_statuses_are_failures_and_never_asked_again(engine, double, status):
+    double.faults = [status]
+    with pytest.raises(EngineFailure, match="by the script") as e:
+        await engine.generate([1], FIVE, session="a")
+    assert e.value.cause == f"engine: HTTP {status}"
+    assert len(double.bodies) == 1
+
+
+async def test_ids_and_log_probs_must_belong_together(engine, double, monkeypatch):
+    async def wrong(_, body):
+        from aiohttp import web
+
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1.0, 7, None]],
+            "weight_version": "default",
+        }
+        return web.json_response({"output_ids": [8], "meta_info": meta})
+
+    monkeypatch.setattr(double, "generate", wrong)
+    with pytest.raises(EngineFailure, match="differ"):
+        await engine.generate([1], FIVE, session="a")
+
+
+async def test_an_answer_of_other_weights_is_a_failure(engine, double):
+    double.weight_version = "4"
+    with pytest.raises(EngineFailure, match="restarted") as e:
+        await engine.generate([1], FIVE, session="a")
+    assert e.value.cause == "engine: old weights"
+
+
+async def test_paused_engines_are_asked_nothing(engine, double):
+    await engine.pause()
+    task = asyncio.create_task(engine.generate([1], FIVE, session="a"))
+    await asyncio.sleep(0.05)
+    assert not double.bodies
+    await engine.resume()
+    assert (await task).ids
+
+
+async def test_requests_without_tokens_start_over_with_new_weights(engine, double, manifest):
+    double.delay_s = 0.2
+    task = asyncio.create_task(engine.generate([1], FIVE, session="a"))
+    await asyncio.sleep(0.05)
+    await engine.update_weights(manifest, 3)
+    g = await task
+    assert g.policy_version == 3
+    assert len(double.bodies) == 2
+
+
+async def test_abort_is_at_once(engine, double):
+    double.delay_s = 5
+    tasks = [asyncio.create_task(engine.generate([1], FIVE, session=s)) for s in "ab"]
+    await asyncio.sleep(0.05)
+    await engine.abort("a")
+    with pytest.raises(EngineAbort):
+        await tasks[0]
+    assert not tasks[1].done()
+    tasks[1].cancel()
+
+
+@pytest.mark.parametrize(("version", "brackets"), [("0.5.17", False), ("0.5.23", True)])
+async def test_brackets_follow_the_version(version, brackets):
+    double = await Double(version=version).start()
+    engine = SGLangEngine(double.address)
+    await engine.start()
+    await engine.begin_weights(bracket=True)
+    await engine.end_weights(2)
+    assert ("/begin_weight_update" in double.calls) is brackets
+    assert ("/end_weight_update" in double.calls) is brackets
+    assert double.weight_version == "2"
+    await engine.close()
+    await double.stop()
+
+
+async def test_an_untested_version_warns():
+    double = await Double(version="0.4.1").start()
+    engine = SGLangEngine(double.address)
+    with pytest.warns(RuntimeWarning, match=r"0\.4\.1 was not tested"):
+        await engine.start()
+    await engine.close()
+    await double.stop()
+
+
+async def test_weights_that_do_not_fit_never_reach_the_server(engine, double, manifest):
+    with pytest.raises(EngineFailure, match="fingerprint"):
+        await engine.update_weights(WeightsManifest(manifest.path, "0" * 32), 3)
+    assert "/update_weights_from_disk" not in double.calls
+    assert (await engine.generate([1], FIVE, session="a")).policy_version == 0
+
+
+# -- the fleet -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def doubles():
+    servers = [await Double(delay_s=0.01).start() for _ in range(2)]
+    yield servers
+    for server in servers:
+        await server.stop()
+
+
+@pytest.fixture
+async def fleet(doubles):
+    fleet = Fleet([Member(SGLangEngine(d.address, timeout_s=5)) for d in doubles], patience_s=10)
+    await fleet.start()
+    yield fleet
+    await fleet.close()
+
+
+async def ask(fleet, session="a"):
+    return await fleet.generate([1], FIVE, session=session)
+
+
+async def test_sessions_stick_and_spread(fleet, doubles):
+    for _ in range(3):
+        await asyncio.gather(*(ask(fleet, s) for s in "abcd"))
+    assert [len(d.bodies) for d in doubles] == [6, 6]
+    for s in "abcd":
+        await fleet.release(s)
+    assert not any(m.sessions for m in fleet.members)
+
+
+async def test_503_for_a_while_loses_one_answer_and_then_waits(doubles):
+    fleet = Fleet([Member(SGLangEngine(doubles[0].address, timeout_s=5))], patience_s=10)
+    await fleet.start()
+    doubles[0].refuse = dict.fromkeys(["/generate", "/model_info", "/server_info"], 503)
+    with pytest.raises(EngineFailure) as e:
+        await ask(fleet)
+    assert e.value.cause == "engine: HTTP 503"
+    waiting = asyncio.create_task(ask(fleet))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    doubles[0].refuse = {}
+    assert (await waiting).ids
+    assert fleet.causes == {"engine: HTTP 503": 1}
+    await fleet.close()
+
+
+async def test_a_4xx_takes_nobody_down(fleet, doubles):
+    doubles[0].faults = [400]
+    doubles[1].faults = [400]
+    for s in "ab":
+        with pytest.raises(EngineFailure):
+            await ask(fleet, s)
+    assert [m.state for m in fleet.members] == ["ready", "ready"]
+
+
+async def test_a_server_that_came_back_with_old_weights_is_given_new_ones(fleet, doubles, manifest):
+    await fleet.update_weights(manifest, 2)
+
+    async def current():
+        return manifest
+
+    fleet.recovery = current
+    doubles[0].weight_version = "default"
+    answers = await asyncio.gather(*(ask(fleet, s) for s in "abcd"), return_exceptions=True)
+    failed = [a for a in answers if isinstance(a, EngineFailure)]
+    assert {f.cause for f in failed} == {"engine: old weights"}
+    assert fleet.causes == {"engine: old weights": 1}
+    for _ in range(40):
+        if all(m.state == "ready" for m in fleet.members):
+            break
+        await asyncio.sleep(0.1)
+    assert doubles[0].weight_version == "2"
+    assert {(await ask(fleet, s)).policy_version for s in "abcd"} == {2}
+
+
+async def test_a_server_that_fails_an_update_is_discarded_and_the_others_go_on(fleet, doubles, manifest):
+    doubles[0].refuse = {"/update_weights_from_disk": 500}
+    await fleet.update_weights(manifest, 1)
+    assert fleet.members[0].state == "down"
+    assert fleet.members[0].spoilt
+    assert {(await ask(fleet, s)).policy_version for s in "abcd"} == {1}
+    assert fleet.causes == {"engine: HTTP 500": 1}
+
+
+async def test_an_update_that_nobody_takes_is_an_error_and_ends(fleet, doubles, manifest):
+    for d in doubles:
+        d.refuse = {"/update_weights_from_disk": 500}
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineFailure, match="no engine"):
+            await fleet.update_weights(manifest, 1)
+
+
+async def test_refused_weights_leave_all_members_as_they_were(fleet, manifest):
+    with pytest.raises(EngineFailure) as e:
+        await fleet.update_weights(WeightsManifest(manifest.path, "0" * 32), 1)
+    assert e.value.cause == "weights fingerprint"
+    assert [m.state for m in fleet.members] == ["ready", "ready"]
+    assert (await ask(fleet)).policy_version == 0
+
+
+async def test_pause_and_resume_are_idempotent(fleet):
+    await fleet.pause()
+    await fleet.pause()
+    task = asyncio.create_task(ask(fleet))
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    await fleet.resume()
+    await fleet.resume()
+    assert (await task).ids
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+SERVER = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+from sglang_double import Double
+async def main():
+    await Double(delay_s=0.2).start({port})
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def process(tmp_path, port, code=None):
+    code = code or SERVER.format(tests=str(Path(__file__).parent), port=port)
+    return ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / "engine.log", f"http://127.0.0.1:{port}")
+
+
+async def test_a_server_that_dies_while_starting_fails_at_once_with_its_log(tmp_path):
+    server = process(tmp_path, 1, "import sys; print('no memory left'); sys.exit(3)")
+    server.start()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineFailure, match=r"died while it started \(status 3\)(.|\n)*no memory left"):
+            await server.wait_ready()
+    await server.stop()
+
+
+async def test_stop_ends_the_whole_tree(tmp_path):
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    server = process(tmp_path, 1, child)
+    server.start()
+    pid = server.process.pid
+    for _ in range(100):
+        if len(session_members(pid)) == 2:
+            break
+        await asyncio.sleep(0.05)
+    await server.stop()
+    assert not session_members(pid)
+    await server.stop()
+
+
+async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(tmp_path, manifest):
+    port = free_port()
+    server = process(tmp_path, port)
+    fleet = Fleet([Member(SGLangEngine(server.address, timeout_s=5), server)], patience_s=30)
+    await fleet.start()
+    try:
+        await fleet.update_weights(manifest, 7)
+
+        async def current():
+            return manifest
+
+        fleet.recovery = current
+        tasks = [asyncio.create_task(ask(fleet, s)) for s in "abc"]
+        await asyncio.sleep(0.1)
+        os.kill(server.process.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(a, EngineFailure) for a in answers)
+        assert (await ask(fleet)).policy_version == 7
+        assert fleet.members[0].restarts == 1
+        assert sum(fleet.causes.values()) == 1
+    finally:
+        await fleet.close()
+
+
+async def test_killed_while_paused_the_next_update_waits_for_it(tmp_path, manifest):
+    port = free_port()
+    server = process(tmp_path, port)
+    fleet = Fleet([Member(SGLangEngine(server.address, timeout_s=5), server)], patience_s=30)
+    await fleet.start()
+    try:
+        await fleet.pause()
+        os.kill(server.process.pid, signal.SIGKILL)
+        await fleet.update_weights(manifest, 3)
+        await fleet.resume()
+        assert (await ask(fleet)).policy_version == 3
+    finally:
+        await fleet.close()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installation(tmp_path):
+    package = tmp_path / "sglang"
+    (package / "srt").mkdir(parents=True)
+    code = 'class ServerArgs:\n    mem_fraction_static: float = 0.9\n    port: int = 1\n\nadd("--log-level")\n'
+    (package / "srt/server_args.py").write_text(code)
+    return Installation(Path(sys.executable), package, "0.5.23")
+
+
+def test_flags_are_checked_by_name(installation):
+    check_flags({"mem_fraction_static": 0.5, "log-level": "info"}, installation)
+    with pytest.raises(
+        ConfigError, match=r"SGLang 0\.5\.23 has no flag --mem-fraction-statik; did you mean 'mem-fraction-static'"
+    ):
+        check_flags({"mem_fraction_statik": 0.5}, installation)
+    with pytest.raises(ConfigError, match="set by agentrl: --dtype"):
+        check_flags({"dtype": "float16"}, installation)
+
+
+async def test_a_port_in_use(installation, double):
+    spec = LaunchSpec(MODEL, "float32", 128, args={"port": double.port})
+    with pytest.raises(ConfigError, match="is in use"):
+        check_spec(spec, installation)
+
+
+def test_a_model_that_does_not_exist(installation, tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_spec(LaunchSpec(tmp_path, "float32", 128), installation)
+
+
+def test_too_little_memory(installation, monkeypatch):
+    monkeypatch.setattr("agentrl.engine.launch.gpus", lambda: [(5, 80000)])
+    with pytest.raises(ConfigError, match="GPU 0 has 5 of 80000 MiB free"):
+        check_spec(LaunchSpec(MODEL, "float32", 128), installation)
+    with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+
+
+def test_no_sglang(tmp_path):
+    with pytest.raises(ConfigError, match="make setup-sglang-cpu"):
+        find_installation(_without_packages(tmp_path))
+    with pytest.raises(ConfigError, match="no such program"):
+        find_installation(str(tmp_path / "nothing"))
+
+
+def _without_packages(tmp_path):
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_the_command(installation):
+    words = command_line(LaunchSpec(MODEL, "float32", 128, args={"log_level": "info", "x": False}), installation, 0, 77)
+    assert words[words.index("--port") + 1] == "77"
+    assert words[words.index("--log-level") + 1] == "info"
+    assert "--x" not in words
