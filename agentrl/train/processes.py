@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +24,8 @@ from typing import Any, NoReturn
 from agentrl.errors import WorkerError
 
 LOG_LINES = 30
+STALL_S = 60
+"""a rank that neither takes nor gives a byte of a message for so long is taken for hung"""
 
 
 def free_port() -> int:
@@ -56,6 +59,11 @@ class Workers:
 
     def _spawn(self, log: Path, env: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
+        for option in (
+            socket.SO_SNDTIMEO,
+            socket.SO_RCVTIMEO,
+        ):  # of single reads and writes: a hung rank may stop amid a message
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
         with ours, theirs, log.open("ab") as out:
             command = [sys.executable, "-m", "agentrl.train.worker", str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(
@@ -85,9 +93,11 @@ class Workers:
             raise WorkerError(f"{command}: the trainer's workers have been stopped")
         try:
             for rank, connection in enumerate(self.connections):
-                try:
+                sent = False
+                with contextlib.suppress(OSError):
                     connection.send((command, dict(arguments[rank])))
-                except OSError:
+                    sent = True
+                if not sent:
                     self._died(command, rank)
             return self._collect(command, timeout_s)
         except BaseException:
@@ -138,7 +148,7 @@ class Workers:
     def _died(self, command: str, rank: int) -> NoReturn:
         code = _code(self.processes[rank], 5.0)
         how = (
-            "closed its connection"
+            "hung up, or hung amid a message"
             if code is None
             else f"was killed by {signal.Signals(-code).name}"
             if code < 0
@@ -151,10 +161,8 @@ class Workers:
         return f"; the end of {self.logs[rank]}:\n" + "\n".join(lines) if lines else f"; {self.logs[rank]} is empty"
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Ask all ranks to stop, then kill what is left of their process groups; idempotent."""
+        """Hang up, at which ranks end, then kill what is left of their process groups; idempotent."""
         for connection in self.connections:
-            with contextlib.suppress(OSError):
-                connection.send(("stop", {}))
             connection.close()
         self.connections = []
         deadline = time.monotonic() + grace_s

@@ -1,7 +1,7 @@
 """One trainer rank as a process: `python -m agentrl.train.worker FD`, started by `processes.py`, never by hand.
 
 It speaks over an inherited socket: first it gets a `Setup`, then (command, keyword arguments) one after the other, and answers each with
-("ok", result), ("usage", UsageError) or ("error", traceback). It ends when told to, when the socket closes, and when its parent is gone,
+("ok", result), ("usage", UsageError) or ("error", traceback). It ends when the socket closes and when its parent is gone,
 whatever it is doing.
 """
 
@@ -80,14 +80,12 @@ def join(setup: Setup) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Answer commands until 'stop' or the end of the stream."""
+    """Answer commands until the end of the stream."""
     target: Any = None
     while True:
         try:
             command, arguments = connection.recv()
         except (EOFError, ConnectionError):
-            return
-        if command == "stop":
             return
         try:
             if command == "start":
