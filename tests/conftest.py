@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+from pathlib import Path
 import sys
 from pathlib import Path
 
@@ -25,7 +26,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 NEEDS = {
     "gpu": (shutil.which("nvidia-smi") is not None, "needs a CUDA GPU"),
-    "sglang": (importlib.util.find_spec("sglang") is not None, "needs the package sglang"),
+    "sglang": (
+        importlib.util.find_spec("sglang") is not None
+        or Path(".venv-sglang/bin/python").exists()
+        or any(os.environ.get(name) for name in ("AGENTRL_SGLANG", "AGENTRL_SGLANG_PYTHON")),
+        "needs SGLang: make setup-sglang-cpu",
+    ),
 }
 LATE = ("slow", "gpu", "sglang", "full")
 
