@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.engine.launch import LaunchSpec, ServerProcess, check_spec, command_line, find_installation, free_port
+from agentrl.engine.launch import ServerProcess
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
+from agentrl.engine.sglang_install import find_installation
 from agentrl.errors import ConfigError
 
 MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"

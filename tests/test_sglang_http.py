@@ -11,18 +11,10 @@ from sglang_double import Double
 
 from agentrl.engine.base import SamplingParams, WeightsManifest
 from agentrl.engine.fleet import Fleet, Member
-from agentrl.engine.launch import (
-    Installation,
-    LaunchSpec,
-    ServerProcess,
-    check_flags,
-    check_spec,
-    command_line,
-    find_installation,
-    free_port,
-    session_members,
-)
+from agentrl.engine.launch import ServerProcess, session_members
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
+from agentrl.engine.sglang_install import Installation, check_flags, find_installation
 from agentrl.engine.sglang_protocol import ServerFacts
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.sync.fingerprint import fingerprint
@@ -421,7 +413,7 @@ def test_a_model_that_does_not_exist(installation, tmp_path):
 
 
 def test_too_little_memory(installation, monkeypatch):
-    monkeypatch.setattr("agentrl.engine.launch.gpus", lambda: [(5, 80000)])
+    monkeypatch.setattr("agentrl.engine.launch_spec.gpus", lambda: [(5, 80000)])
     with pytest.raises(ConfigError, match="GPU 0 has 5 of 80000 MiB free"):
         check_spec(LaunchSpec(MODEL, "float32", 128), installation)
     with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):

@@ -10,17 +10,10 @@ from typing import Any
 
 from agentrl.config import Config
 from agentrl.engine.fleet import Fleet, Member
-from agentrl.engine.launch import (
-    Installation,
-    LaunchSpec,
-    ServerProcess,
-    check_spec,
-    command_line,
-    find_installation,
-    free_port,
-    gpus,
-)
+from agentrl.engine.launch import ServerProcess
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
+from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.errors import ConfigError
 
 
@@ -45,7 +38,9 @@ def plan_servers(config: Config, model: Path, context_length: int) -> ServerPlan
     e = config.engine
     if e.rollout_external_engine_addrs:
         if config.sglang:
-            raise ConfigError("--sglang-… flags are of servers that agentrl starts; external ones have their own: leave them out")
+            raise ConfigError(
+                "--sglang-… flags are of servers that agentrl starts; external ones have their own: leave them out"
+            )
         return ServerPlan(model, context_length, tuple(map(_address, e.rollout_external_engine_addrs)))
     installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
     cards = e.rollout_num_gpus or e.rollout_num_gpus_per_engine

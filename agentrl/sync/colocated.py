@@ -12,8 +12,8 @@ from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
-from agentrl.engine.launch import gpus
 from agentrl.engine.sglang import KEPT_WEIGHTS, SGLangEngine
+from agentrl.engine.sglang_install import gpus
 from agentrl.errors import ConfigError
 from agentrl.sync.base import WeightSync, on_each
 from agentrl.train.base import Trainer

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.engine.base import Engine
-from agentrl.engine.launch import free_port
+from agentrl.engine.launch_spec import free_port
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.sync.base import on_each

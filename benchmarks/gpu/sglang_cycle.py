@@ -26,8 +26,10 @@ import orjson
 
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.fleet import Fleet, Member
-from agentrl.engine.launch import LaunchSpec, ServerProcess, check_spec, command_line, find_installation
+from agentrl.engine.launch import ServerProcess
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang import SGLangEngine
+from agentrl.engine.sglang_install import find_installation
 from agentrl.sync.base import WeightSync
 from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.split import SplitSync

@@ -1,0 +1,113 @@
+"""What servers to start, checked before anything starts: flags, model, ports, memory; and their command lines."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.engine.sglang_install import Installation, check_flags, gpus
+from agentrl.engine.weights import weight_bytes
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to start."""
+
+    model: Path
+    dtype: str
+    context_length: int
+    engines: int = 1
+    gpus_per_engine: int = 1
+    first_gpu: int = 0
+    memory_saver: bool = False
+    """the engine will sleep (colocated)"""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """SGLang's flags by name, without dashes in front; True: a flag without a value, False: left out"""
+
+
+def check_spec(spec: LaunchSpec, installation: Installation) -> None:
+    """Everything that can be known to fail before a server is started.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    check_flags(spec.args, installation)
+    if not (spec.model / "config.json").exists():
+        raise ConfigError(f"{spec.model} is no model folder: it has no config.json")
+    port = spec.args.get("port")
+    for n in range(spec.engines if port is not None else 0):
+        if not port_is_free(int(str(port)) + n):
+            raise ConfigError(
+                f"--sglang-port {port}: port {int(str(port)) + n} is in use; leave the flag out to have a free one chosen"
+            )
+    cards = gpus()
+    if not cards:
+        return
+    needed = spec.first_gpu + spec.engines * spec.gpus_per_engine
+    if needed > len(cards):
+        raise ConfigError(
+            f"{spec.engines} engines of {spec.gpus_per_engine} GPUs need {needed} GPUs; this machine has {len(cards)}"
+        )
+    share = float(spec.args.get("mem_fraction_static", spec.args.get("mem-fraction-static", 0.88)))
+    weights = weight_bytes(spec.model) / spec.gpus_per_engine / 2**20
+    for number in range(spec.first_gpu, needed):
+        free, total = cards[number]
+        if weights > min(free, share * total):
+            raise ConfigError(
+                f"GPU {number} has {free} of {total} MiB free, the engine's share ({share:g}) is {share * total:.0f} MiB, "
+                f"and the weights alone take {weights:.0f} MiB; use a smaller model, more GPUs per engine or a larger --sglang-mem-fraction-static"
+            )
+
+
+def port_is_free(port: int) -> bool:
+    """Nobody listens on it."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def command_line(spec: LaunchSpec, installation: Installation, number: int, port: int) -> list[str]:
+    """The server's command."""
+    cpu = not gpus()
+    flags: dict[str, Any] = {
+        "model-path": spec.model,
+        "dtype": spec.dtype,
+        "context-length": spec.context_length,
+        "host": "127.0.0.1",
+        "port": port,
+        "tp-size": spec.gpus_per_engine,
+        "skip-server-warmup": True,
+    }
+    if cpu:
+        flags |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
+        flags |= {"disable-overlap-schedule": True, "sleep-on-idle": True}
+        flags |= {"max-total-tokens": max(8192, 8 * spec.context_length), "max-running-requests": 32}
+    else:
+        flags |= {
+            "base-gpu-id": spec.first_gpu + number * spec.gpus_per_engine,
+            "enable-memory-saver": spec.memory_saver,
+        }
+    flags |= {k.replace("_", "-"): v for k, v in spec.args.items()} | {"port": port}
+    words = [str(installation.python), "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        if value is False or value is None:
+            continue
+        words.append(f"--{name}")
+        if value is not True:
+            words += [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)]
+    return words

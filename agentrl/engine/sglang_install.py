@@ -1,0 +1,138 @@
+"""Where SGLang is installed, which flags its server has, and what this machine's cards hold; found out without importing SGLang.
+
+SGLang lives in an environment of its own, whose interpreter is asked once where the package lies; flags are read from its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, suggest
+
+CPU_ENVIRONMENT = ".venv-sglang"
+"""what `make setup-sglang-cpu` makes"""
+_STUBS = Path(__file__).parent / "sglang_cpu" / "stubs"
+_RESERVED = {
+    "model-path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "host": "engines listen on this machine only",
+    "dtype": "--dtype",
+    "context-length": "--rollout-max-context-len",
+    "weight-version": "versions are agentrl's",
+    "skip-tokenizer-init": "stop strings need the tokenizer",
+    "dp-size": "give --rollout-num-gpus: several engines",
+    "data-parallel-size": "give --rollout-num-gpus: several engines",
+    "tp-size": "--rollout-num-gpus-per-engine",
+    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "tp": "--rollout-num-gpus-per-engine",
+}
+"""flags of SGLang that agentrl sets itself, and what to use"""
+_WHERE = (
+    "import importlib.util as u,importlib.metadata as m\n"
+    "s=u.find_spec('sglang')\n"
+    "print(list(s.submodule_search_locations)[0] if s else '')\n"
+    "print(m.version('sglang') if s else '')"
+)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """An SGLang that was found."""
+
+    python: Path
+    package: Path
+    version: str
+    pythonpath: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables."""
+        env = dict(os.environ, PYTHONUNBUFFERED="1")
+        env.setdefault("NCCL_CUMEM_ENABLE", "0")  # else no NCCL group with a trainer can be formed
+        path = [*self.pythonpath, *filter(None, [env.get("PYTHONPATH")])]
+        if not gpus():
+            path.insert(0, str(_STUBS))
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        return env
+
+
+def find_installation(python: str | None = None, pythonpath: Sequence[str] = ()) -> Installation:
+    """Where SGLang is: a given interpreter, else `.venv-sglang` beside us, else this interpreter.
+
+    Raises:
+        ConfigError: nowhere.
+    """
+    beside = [Path.cwd() / CPU_ENVIRONMENT, Path(__file__).parents[2] / CPU_ENVIRONMENT]
+    tried = (
+        [python]
+        if python
+        else [str(p / "bin/python") for p in beside if (p / "bin/python").exists()] + [sys.executable]
+    )
+    for candidate in tried:
+        found = shutil.which(candidate)
+        if found is None:
+            raise ConfigError(f"--engine-python {candidate}: no such program")
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join([*pythonpath, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        asked = subprocess.run([found, "-c", _WHERE], capture_output=True, text=True, env=env, timeout=60, check=False)
+        package, _, version = asked.stdout.strip().partition("\n")
+        if asked.returncode == 0 and package:
+            return Installation(Path(found), Path(package), version.strip(), tuple(pythonpath))
+    raise ConfigError(
+        f"--engine sglang: no SGLang in {tried[0]}; on a GPU machine `pip install agentrl[sglang]`, on a CPU `make setup-sglang-cpu`, "
+        "or name the interpreter that has it with --engine-python"
+    )
+
+
+def gpus() -> list[tuple[int, int]]:
+    """(free, total) MiB of each GPU; empty: none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    rows = [line.split(",") for line in said.stdout.splitlines() if "," in line]
+    return [(int(a), int(b)) for a, b in rows] if said.returncode == 0 else []
+
+
+def known_flags(installation: Installation) -> set[str]:
+    """Names of all server flags, read from the source of SGLang's ServerArgs without importing it."""
+    names: set[str] = set()
+    base = installation.package / "srt"
+    files = [base / "server_args.py", *sorted((base / "arg_groups").glob("fields/*.py"))]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)]
+                names |= {f.target.id.replace("_", "-") for f in fields if isinstance(f.target, ast.Name)}
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"--[a-z][a-z0-9-]+", node.value)
+            ):
+                names.add(node.value[2:])
+    return names
+
+
+def check_flags(args: Mapping[str, Any], installation: Installation) -> None:
+    """Refuse flags that SGLang lacks, and those that agentrl sets.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    known = known_flags(installation)
+    for name in args:
+        flag = name.replace("_", "-")
+        if flag in _RESERVED:
+            raise ConfigError(f"--sglang-{flag} is set by agentrl: {_RESERVED[flag]}")
+        if flag not in known:
+            raise ConfigError(f"SGLang {installation.version} has no flag --{flag}{suggest(flag, known)}")
