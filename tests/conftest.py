@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-from pathlib import Path
 import sys
 from pathlib import Path
 
