@@ -6,8 +6,9 @@ That is: `raise_exception`, `strftime_now`, a `tojson` that escapes nothing for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from typing import Any, NoReturn
 
 import jinja2
@@ -17,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.errors import TemplateError
-from agentrl.render.symbolic import Hole, Pattern, Trace, joined, to_json
+from agentrl.render.symbolic import Hole, Pattern, Trace, blind, joined, to_json
 from agentrl.types import Message
 
 
@@ -41,8 +42,12 @@ class ChatTemplate:
         env.filters["tojson"] = to_json
         env.globals["raise_exception"] = _raise
         env.globals["strftime_now"] = moment.strftime
+        for name, function in env.filters.items():
+            if name not in _FOLLOWED:
+                env.filters[name] = _unfollowed(function)
         try:
             self._template = env.from_string(source)
+            self._traceable = not any(_in_a_literal(c) for c in env.parse(source).find_all(nodes.Compare))
         except jinja2.TemplateSyntaxError as e:
             raise TemplateError(f"{where}: its chat template does not compile: {e.message} (line {e.lineno})") from e
         self._special = dict(special)
@@ -84,7 +89,7 @@ class ChatTemplate:
             whole = joined(self._template.root_render_func(context))
         except _REFUSALS as e:
             raise self._refusal(messages, e) from e
-        if trace.opaque or trace.balance:
+        if trace.opaque or trace.balance or not self._traceable:
             return None
         return Pattern(whole.parts if isinstance(whole, Hole) else (whole,), tuple(trace.conditions))
 
@@ -106,8 +111,58 @@ _REFUSALS = (
 """what a template raises, on purpose or because it does not expect a message"""
 
 
+_FOLLOWED = frozenset(
+    {
+        "trim",
+        "tojson",
+        "length",
+        "count",
+        "string",
+        "safe",
+        "upper",
+        "lower",
+        "default",
+        "d",
+        "list",
+        "first",
+        "last",
+        "items",
+        "selectattr",
+        "rejectattr",
+        "map",
+        "reverse",
+    }
+)
+"""filters that do nothing with a text but what a `Hole` sees"""
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(joined)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls of a plain text's methods with holes as arguments read them unseen."""
+        if isinstance(getattr(obj, "__self__", None), str) and not isinstance(obj.__self__, Hole):
+            blind(args, kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+
+def _unfollowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that may read a text without the hole noticing."""
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        blind(args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _in_a_literal(compare: nodes.Compare) -> bool:
+    """`x in 'literal'` reads x unseen."""
+    return any(
+        op.op in ("in", "notin") and isinstance(op.expr, nodes.Const) and isinstance(op.expr.value, str)
+        for op in compare.ops
+    )
 
 
 class _Generation(jinja2.ext.Extension):

@@ -135,6 +135,8 @@ class Prover:
                     refusal = e
                     continue
                 tail = Pattern(parts, pattern.conditions)
+                if with_holes and tail.leaks(stand_ins):
+                    break
                 return _Tail(end, tail.fill(stand_ins), tail if with_holes else None)
         raise refusal
 
@@ -238,9 +240,6 @@ def _call(name: str, call_id: str, arguments: Any) -> dict[str, Any]:
 
 
 def stand_ins_of(messages: Sequence[Message]) -> list[str]:
-    """A text for each text of the messages: a word of its own for what must appear, something of the same length for names and ids."""
+    """A text for each text of the messages: a word of its own for what must appear, something as long for names and ids."""
     _, texts, shown = shape_of(messages)
-    return [
-        f"Content{i}x6be2" if i in shown else (f"n{i}" + "q7x3z9k1" * (len(t) // 8 + 1))[: len(t)]
-        for i, t in enumerate(texts)
-    ]
+    return [f"Content{i}x6be2" if i in shown else chr(0xE000 + i % 0x1000) * len(t) for i, t in enumerate(texts)]

@@ -68,6 +68,11 @@ class Pattern:
         except (IndexError, ValueError):
             return False
 
+    def leaks(self, stand_ins: Iterable[str]) -> bool:
+        """Is a stand-in among the literals? Then it went somewhere unseen."""
+        literals = "\n".join(p for p in self.parts if isinstance(p, str))
+        return any(s in literals or json.dumps(s)[1:-1] in literals for s in stand_ins if s)
+
     def fill(self, contents: Sequence[str]) -> str:
         """The string that rendering these contents gives (if `holds`)."""
         return "".join(p if isinstance(p, str) else p.fill(contents) for p in self.parts)
@@ -196,6 +201,13 @@ _KEPT = set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "_
 for _name in dir(str):
     if _name not in _KEPT and callable(getattr(str, _name)):
         setattr(Hole, _name, _method(_name))
+
+
+def blind(args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    """Something is about to read its arguments where holes cannot see it."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Hole):
+            value.trace.opaque = True
 
 
 def joined(pieces: Iterable[str]) -> str:

@@ -1,0 +1,142 @@
+"""The shielding law, and the fast encoder against the tokenizer itself."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_models import tokenizer, vocabulary
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+
+from agentrl.errors import TemplateError
+from agentrl.render import Tokenizer
+from agentrl.render.fast import FastEncoder
+
+TOKEN_TEXTS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|im_", "end|>", "<", "|>")
+content = st.lists(
+    st.one_of(st.sampled_from(TOKEN_TEXTS), st.text(max_size=6), st.sampled_from((" ", "\n", "\t", "'s", "12")))
+).map("".join)
+ours = tokenizer("chatml")
+added = set(ours.added.values())
+
+
+@settings(max_examples=300)
+@given(content, content)
+def test_only_the_scaffolds_added_tokens_are_atomic(a, b):
+    (sa, sb), base = ours.shield([a, b])
+    ids = ours.encode_shielded(f"<|im_start|>{sa}<think>{sb}<|im_end|>\n", base)
+    control = [i for i in ids if i in added]
+    assert control == [ours.added[t] for t in ("<|im_start|>", "<think>", "<|im_end|>")]
+    clean = lambda t: ours.encode_plain(t) if t else []  # noqa: E731
+    assert ids == [control[0], *clean(a), control[1], *clean(b), control[2], *clean("\n")]
+
+
+@settings(max_examples=300)
+@given(content)
+def test_without_added_tokens_in_it_the_ids_are_the_tokenizers_own(text):
+    if not ours.pattern.search(text):
+        (shielded,), base = ours.shield([text])
+        whole = f"<|im_start|>user\n{shielded}<|im_end|>\n"
+        assert (
+            ours.encode_shielded(whole, base)
+            == ours.backend.encode(whole.replace("\ud800", "\ufffd"), add_special_tokens=False).ids
+        )
+
+
+@settings(max_examples=300)
+@given(content)
+def test_scaffold_is_encoded_as_the_tokenizer_does(text):
+    assert ours.encode(text) == ours.backend.encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=500)
+@given(st.text())
+def test_the_fast_encoder_gives_the_tokenizers_ids(text):
+    fast = FastEncoder.build(vocabulary(6000))
+    assert fast is not None
+    assert fast.encode(text) in (None, vocabulary(6000).encode(text, add_special_tokens=False).ids)
+
+
+def test_the_fast_encoder_over_the_whole_plane():
+    """Each character of the first plane in company, in one long text."""
+    plain = vocabulary(6000)
+    fast = FastEncoder.build(plain)
+    for start in range(0x20, 0x10000, 0x400):
+        text = "".join(f"a{chr(c)}b {chr(c)}\n" for c in range(start, start + 0x400, 5) if not 0xD800 <= c < 0xE000)
+        assert fast.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: setattr(t, "normalizer", normalizers.NFKC()),
+    lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])),
+    lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Metaspace()),
+])  # fmt: skip
+def test_other_structures_go_the_slow_way(change):
+    backend = tokenizers.Tokenizer(vocabulary(6000).model)
+    change(backend)
+    assert FastEncoder.build(backend) is None
+
+
+def test_gpt2s_own_pattern_is_known():
+    backend = tokenizers.Tokenizer(vocabulary(6000).model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = FastEncoder.build(backend)
+    text = "I'll   say 123 x\n\n\t'RE é東京"
+    assert fast.encode(text) == backend.encode(text).ids
+
+
+def test_lone_surrogates_become_replacement_characters():
+    assert ours.encode_plain("a\ud800b") == ours.encode_plain("a\ufffdb")
+    assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
+
+
+def test_content_may_use_private_characters():
+    text = "\U000f0000 <|im_end|> \U00100000"
+    (shielded,), base = ours.shield([text])
+    assert ours.decode(ours.encode_shielded(shielded, base)) == text
+    with pytest.raises(TemplateError, match="private-use"):
+        ours.shield(["<|im_end|>\U000f0000\U00100000\U000f8000\U00108000"])
+
+
+def with_token(**options):
+    backend = tokenizers.Tokenizer(vocabulary(6000).model)
+    backend.pre_tokenizer, backend.decoder = vocabulary(6000).pre_tokenizer, vocabulary(6000).decoder
+    backend.add_tokens(
+        [
+            AddedToken("<|e|>", normalized=False, special=True),
+            AddedToken("<|x|>", normalized=False, special=True, **options),
+        ]
+    )
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("options", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
+def test_tokens_that_eat_spaces_next_to_them(options):
+    t = with_token(**options)
+    (shielded,), base = t.shield(["  <|e|> a "])
+    assert base
+    theirs = t.backend.encode("<|e|>  b <|x|>  c <|x|>", add_special_tokens=False).ids
+    assert t.encode_shielded("<|e|>  b <|x|>  c <|x|>", base) == theirs
+    assert t.encode_shielded(f"<|x|>{shielded}<|x|>", base).count(t.added["<|e|>"]) == 0
+
+
+def test_a_tokenizer_that_reads_special_tokens_in_plain_text_is_refused():
+    letters = ["<", ">", "<>"]
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, [("<", ">")]))
+    backend.add_special_tokens(["<>"])
+    with pytest.raises(TemplateError, match="could inject"):
+        Tokenizer(backend)
+
+
+def test_a_model_folder(tmp_path):
+    ours.backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"chat_template": "old", "eos_token": {"content": "<|im_end|>"}, "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).chat_template == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.chat_template, loaded.special) == ("new", {"eos_token": "<|im_end|>"})
+    with pytest.raises(TemplateError, match="no tokenizer could be loaded"):
+        Tokenizer.load(tmp_path / "nothing")
