@@ -348,7 +348,7 @@ def build_config(*layers: Layer) -> Config:
         name: _section(cls, {f.name: flat[f.name] for f in fields(cls) if f.name in flat})
         for name, cls in SECTIONS.items()
     }
-    config = Config(**sections, **{table: dict(flat.get(table, {})) for table in TABLES})
+    config = Config(**sections, megatron=dict(flat.get("megatron", {})), sglang=dict(flat.get("sglang", {})))
     check(config)
     return config
 
