@@ -1,11 +1,12 @@
 """The index: one short line per record, so that a folder of 100,000 episodes opens without reading them.
 
-Beside `000000.jsonl.zst` lies `000000.index`: JSON lines, each with where the record's frame is. An index is never needed and never trusted:
+Beside `000000.jsonl.zst` lies `000000.index`, a line for each record that says where its frame is. An index is never needed and never trusted:
 its entries must follow each other without a gap and lie within the data file; what it lacks is read from the frames themselves.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,6 +16,8 @@ import orjson
 from agentrl.errors import StoreError
 from agentrl.store.record import encode
 
+LAYOUT = 1
+"""of an entry's line; entries of another are not read"""
 _TEXT = 120
 """characters of a task's prompt that the list shows"""
 
@@ -124,22 +127,31 @@ def _clean(text: str) -> str:
 
 
 def write_entry(entry: Entry) -> bytes:
-    """Its line."""
-    values = {n: getattr(entry, n) for n in _NAMES}
-    return encode({k: v for k, v in values.items() if v not in (None, "", {})})
+    """Its line: a JSON array of the layout's number and the fields in order, which is quicker to read than an object."""
+    return encode([LAYOUT, *(getattr(entry, n) for n in _NAMES)])
 
 
 def read_entries(raw: bytes, begin: int, size: int, file: int) -> tuple[list[Entry], int]:
-    """Entries in whole lines of an index, and the byte of the data file up to which they cover it. Stops at the first that cannot be true."""
+    """Entries in whole lines of an index, and the byte of the data file up to which they cover it.
+
+    Stops at the first that cannot be true. The garbage collector pauses meanwhile: it would go through all that was made, again and again.
+    """
     found: list[Entry] = []
     at = begin
-    for line in raw.split(b"\n")[:-1]:
-        try:
-            entry = Entry(**orjson.loads(line), file=file)
-        except (ValueError, TypeError):
-            break
-        if entry.at != at or entry.length <= 0 or at + entry.length > size:
-            break
-        at += entry.length
-        found.append(entry)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for line in raw.split(b"\n")[:-1]:
+            layout, *values = orjson.loads(line)
+            entry = Entry(*values)
+            if layout != LAYOUT or entry.at != at or entry.length <= 0 or at + entry.length > size:
+                break
+            entry.file = file
+            at += entry.length
+            found.append(entry)
+    except (ValueError, TypeError):
+        pass  # not one of our lines: what follows is read from the frames
+    finally:
+        if collects:
+            gc.enable()
     return found, at

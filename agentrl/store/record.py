@@ -89,7 +89,7 @@ def extras(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in record.items() if k not in _OWN}
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encode(record: Mapping[str, Any] | list[Any]) -> bytes:
     """One line of JSON. What JSON has no word for (in a user's info or state) is written as its repr."""
     try:
         return orjson.dumps(record, _foreign, _OPTIONS)

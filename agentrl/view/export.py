@@ -14,7 +14,7 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; script-src {script_hashes}; style-src {style_hash}; base-uri 'none'; form-action 'none'">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <link rel="icon" href="data:,">
@@ -28,6 +28,9 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+_POLICY = (
+    "default-src 'none'; img-src data:; script-src {scripts}; style-src {style}; base-uri 'none'; form-action 'none'"
+)
 _START = "AR.single();"
 # what could end or confuse a script element, and what JavaScript once read as line ends
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -43,8 +46,7 @@ def html_of(detail: Mapping[str, Any]) -> str:
     return _PAGE.format(
         title=f"episode {name}",
         style=style,
-        style_hash=_hash(style),
-        script_hashes=f"{_hash(script)} {_hash(_START)}",
+        policy=_POLICY.format(style=_hash(style), scripts=f"{_hash(script)} {_hash(_START)}"),
         data=data,
         script=script,
         start=_START,

@@ -1,0 +1,278 @@
+"""The page in a real headless Chromium: it opens, filters, colours, follows, and no text of an episode becomes anything but text.
+
+Needs Debian's chromium and chromium-driver and the package selenium; skipped where they are missing.
+"""
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+
+import pytest
+from viewruns import EVIL, add_group, decode, make_large_run, make_run
+
+from agentrl.store import Recording
+from agentrl.view.detail import episode_detail
+from agentrl.view.export import html_of
+from agentrl.view.server import start
+from agentrl.view.source import RunSource
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")]
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
+FLAGS += (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield made
+    made.quit()
+
+
+class Served:
+    """A run behind a server in a thread of its own."""
+
+    def __init__(self, path):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.runner, port = self._do(start(RunSource(path, decode), 0))
+        self.url = f"http://127.0.0.1:{port}/"
+
+    def _do(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def close(self):
+        self._do(self.runner.cleanup())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    writer = make_run(tmp_path / "run")
+    served = Served(tmp_path / "run")
+    served.writer = writer
+    yield served
+    served.close()
+    writer.close()
+
+
+def wait(browser, what, seconds=15):
+    return WebDriverWait(browser, seconds, 0.05).until(what)
+
+
+def find(browser, css):
+    return browser.find_elements(By.CSS_SELECTOR, css)
+
+
+def text(browser, css="main"):
+    return browser.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", css)
+
+
+def open_page(browser, url):
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get_log("performance")
+    browser.get(url)
+    if "#" in url or url.startswith("http"):
+        wait(browser, lambda b: b.execute_script("return document.getElementById('main')?.dataset.ready"))
+
+
+def press(browser, *keys):
+    for key in keys:
+        browser.switch_to.active_element.send_keys(key)
+
+
+def check_quiet(browser, *allowed):
+    """No error on the console, no request to anywhere but our server, no script of an episode ran."""
+    assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+    messages = [json.loads(e["message"])["message"] for e in browser.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert [u for u in urls if not u.startswith(("http://127.0.0.1:", "data:", "file:", "about:", *allowed))] == []
+    assert browser.execute_script("return window.hacked === undefined")
+
+
+def test_the_run_page_has_curves_and_the_failure_table(browser, run):
+    open_page(browser, run.url)
+    assert len(find(browser, ".curve-card")) == 2
+    assert "terminated" in text(browser, "#causes")
+    assert EVIL.split("\x1b")[0] in text(browser, "#causes"), "the cause of a failure is text"
+    check_quiet(browser)
+
+
+def test_the_list_filters_searches_sorts_and_opens_by_keys(browser, run):
+    open_page(browser, run.url + "#/episodes")
+    wait(browser, lambda b: len(find(b, ".list-row[data-id]")) == 12)
+    Select(find(browser, "select[data-filter=stop]")[0]).select_by_value("max_turns")
+    wait(browser, lambda b: text(b, "#count") == "5 episodes")
+    find(browser, "[data-sort=score]")[0].click()
+    wait(browser, lambda b: [r.get_attribute("data-id") for r in find(b, ".list-row[data-id]")][:1] == ["11-0"])
+    press(browser, "/")
+    browser.switch_to.active_element.send_keys("9-0")
+    wait(browser, lambda b: text(b, "#count") == "1 episodes")
+    browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    press(browser, Keys.ENTER)
+    wait(browser, lambda b: "episode 9-0" in text(b, "h1"))
+    press(browser, Keys.ESCAPE)
+    wait(browser, lambda b: text(b, "#count") == "1 episodes")
+    check_quiet(browser)
+
+
+def test_an_episode_its_colours_and_its_trained_row(browser, run):
+    open_page(browser, run.url + "#/episode?id=2-0")
+    assert EVIL.split("\x1b")[0] in text(browser)
+    assert "\\x1b[31mred\\x07" in text(browser)
+    assert "125 ms" in text(browser)
+    assert find(browser, "main script, main img") == []
+    press(browser, "t")
+    colours = {}
+    for n, mode in enumerate(("provenance", "mask", "log_prob", "difference", "advantage", "version"), 1):
+        press(browser, str(n))
+        assert find(browser, "[data-mode][aria-pressed=true]")[0].get_attribute("data-mode") == mode
+        colours[mode] = browser.execute_script(
+            "return [...document.querySelectorAll('.tokens [data-i]')].map(e => e.style.backgroundColor)"
+        )
+        assert find(browser, ".legend span"), "every mode has a legend"
+    assert len(colours["mask"]) == 14
+    assert [bool(c) for c in colours["mask"]] == [False] * 5 + [True] * 3 + [False] * 3 + [True] * 3
+    assert [bool(c) for c in colours["advantage"]] == [bool(c) for c in colours["mask"]]
+    assert colours["version"][5] != colours["version"][11]
+    assert len(set(colours["log_prob"])) > 3
+    assert len(set(colours["difference"])) > 3
+    webdriver.ActionChains(browser).move_to_element(find(browser, ".tokens [data-i='5']")[0]).perform()
+    about = text(browser, ".about")
+    assert all(
+        part in about
+        for part in (
+            "token 5",
+            '"<search>"',
+            "SAMPLED",
+            "turn 0",
+            "mask 1",
+            "version 2",
+            "trainer -0.5000",
+            "advantage 0.707",
+        )
+    )
+    press(browser, "r")
+    assert "optimizer step 2" in text(browser, ".trained-view")
+    assert len(find(browser, ".row-table tbody tr")) == 13
+    assert len(find(browser, ".row-table tr.trained")) == 6
+    assert len(find(browser, ".lane")) == 2
+    press(browser, "j")
+    wait(browser, lambda b: "episode 3-0" in text(b, "h1"))
+    check_quiet(browser)
+
+
+def test_two_episodes_side_by_side(browser, run):
+    open_page(browser, run.url + "#/compare?a=0-0&b=1-0")
+    assert len(find(browser, ".two .episode")) == 2
+    assert text(browser, "#unlike") == "the same tokens"
+    press(browser, "2")
+    assert len(find(browser, "[data-mode=mask][aria-pressed=true]")) == 2
+    check_quiet(browser)
+
+
+def test_it_follows_a_run_that_is_being_written(browser, run):
+    open_page(browser, run.url + "#/episodes")
+    wait(browser, lambda b: text(b, "#count") == "12 episodes")
+    add_group(run.writer, 6)
+    wait(browser, lambda b: text(b, "#count") == "14 episodes")
+    assert len(find(browser, ".list-row[data-id]")) == 14
+    check_quiet(browser)
+
+
+def test_an_episode_that_does_not_exist_is_said(browser, run):
+    open_page(browser, run.url + "#/episode?id=<img src=x onerror=alert(1)>")
+    assert "no episode" in text(browser, ".error")
+    assert find(browser, "main img") == []
+
+
+def test_the_exported_file_opens_by_itself(browser, tmp_path):
+    make_run(tmp_path / "run").close()
+    recording = Recording(tmp_path / "run")
+    detail = episode_detail(recording.record(recording.entry("0-0")), recording.fed("0-0"), decode, 0.7071)
+    (tmp_path / "e.html").write_text(html_of(detail), encoding="utf-8")
+    open_page(browser, (tmp_path / "e.html").as_uri())
+    assert "episode 0-0" in text(browser, "h1")
+    assert EVIL.split("\x1b")[0] in text(browser)
+    press(browser, "2")
+    assert (
+        len(
+            [
+                c
+                for c in browser.execute_script(
+                    "return [...document.querySelectorAll('.tokens [data-i]')].map(e => e.style.backgroundColor)"
+                )
+                if c
+            ]
+        )
+        == 6
+    )
+    check_quiet(browser)
+
+
+def test_it_can_be_read_in_the_dark(browser, run):
+    def brightness():
+        rgb = browser.execute_script("return getComputedStyle(document.body).backgroundColor").strip("rgb()").split(",")
+        return sum(map(int, rgb)) / 3
+
+    open_page(browser, run.url)
+    light = brightness()
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    assert light > 200 > 60 > brightness()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_hundred_thousand_episodes(browser, tmp_path):
+    """The first paint of the list under two seconds, a scroll to the end, few elements."""
+    make_large_run(tmp_path / "run", 100_000)
+    began = time.perf_counter()
+    served = Served(tmp_path / "run")
+    opened = time.perf_counter() - began
+    try:
+        open_page(browser, served.url + "#/episodes")
+        wait(browser, lambda b: len(find(b, ".list-row[data-id]")) > 20)
+        paint = browser.execute_script("return performance.getEntriesByType('paint').map(p => p.startTime)")
+        painted = browser.execute_script("return performance.getEntriesByName('list-painted')[0].startTime")
+        print(f"opened in {opened:.2f} s, first paint {min(paint):.0f} ms, list after {painted:.0f} ms")
+        assert min(paint) < 2000
+        assert text(browser, "#count") == "100000 episodes"
+        press(browser, Keys.END)
+        wait(browser, lambda b: any(r.get_attribute("data-id") == "99999-0" for r in find(b, ".list-row[data-id]")))
+        assert len(find(browser, ".list-row")) < 120
+        find(browser, "[data-sort=score]")[0].click()
+        wait(browser, lambda b: "score ↓" in text(b, "[data-sort=score]"))
+        wait(browser, lambda b: find(b, ".list-row[data-id]"))
+        check_quiet(browser)
+    finally:
+        served.close()

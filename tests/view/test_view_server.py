@@ -1,0 +1,230 @@
+"""The server: what it answers, and what it refuses."""
+
+import json
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from viewruns import EVIL, WORDS, add_group, decode, make_run
+
+from agentrl.errors import StoreError
+from agentrl.store import Recording, encode
+from agentrl.view.detail import episode_detail, pieces
+from agentrl.view.export import html_of
+from agentrl.view.server import is_loopback, make_app, start
+from agentrl.view.source import RunSource
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = make_run(tmp_path / "run")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def client(writer, tmp_path):
+    async with TestClient(TestServer(make_app(RunSource(tmp_path / "run", decode)))) as made:
+        yield made
+
+
+async def ask(client, path, **query):
+    answer = await client.get(path, params=query)
+    assert answer.status == 200, await answer.text()
+    return await answer.json()
+
+
+async def test_the_run(client):
+    run = await ask(client, "/api/run")
+    assert run["state"]["episodes"] == 12
+    assert run["components"] == ["r"]
+    assert len(run["metrics"]) == 6
+    table = {(t["stop"], t["count"]) for t in run["table"]}
+    assert table == {("terminated", 6), ("max_turns", 5), ("env_failure", 1)}
+
+
+@pytest.mark.parametrize(
+    ("query", "ids"),
+    [
+        ({"limit": "3"}, ["0-0", "1-0", "2-0"]),
+        ({"offset": "10"}, ["10-0", "11-0"]),
+        ({"stop": "env_failure"}, ["7-0"]),
+        ({"step": "2"}, ["4-0", "5-0"]),
+        ({"least": "0.4", "most": "0.9"}, ["9-0", "11-0"]),
+        ({"sort": "score", "limit": "2"}, ["1-0", "3-0"]),
+        ({"sort": "advantage", "desc": "1", "group": "1"}, ["2-0", "3-0"]),
+        ({"sort": "rewards.r", "limit": "1"}, ["1-0"]),
+        ({"q": "7-0"}, ["7-0"]),
+        ({"q": "HACKED"}, ["7-0"]),
+        ({"q": "nothing like it"}, []),
+    ],
+)
+async def test_the_list_filters_sorts_and_pages(client, query, ids):
+    answer = await ask(client, "/api/episodes", **query)
+    assert [r["id"] for r in answer["rows"]] == ids
+
+
+async def test_neighbours_are_those_of_the_list_as_it_is_shown(client):
+    assert await ask(client, "/api/neighbours", id="4-0", stop="terminated") == ["2-0", "6-0"]
+    assert await ask(client, "/api/neighbours", id="0-0") == [None, "1-0"]
+
+
+async def test_an_episode_with_what_the_trainer_was_fed(client):
+    e = await ask(client, "/api/episode", id="3-0")
+    (s,) = e["segments"]
+    assert "".join(s["text"]) == "".join(WORDS)
+    assert s["mask"] == [0] * 5 + [1] * 3 + [0] * 3 + [1] * 3
+    assert s["version"][5] == 2
+    assert s["version"][11] == 3
+    assert s["old_log_probs"][5] == -0.5
+    assert s["old_log_probs"][0] is None
+    (row,) = e["rows"]
+    assert (row["number"], row["of"], row["rank"], row["micro_batch"], row["width"], row["padding"]) == (
+        1,
+        2,
+        0,
+        0,
+        13,
+        0,
+    )
+    assert e["advantage"] == -0.7071
+    assert e["group"] == ["2-0", "3-0"]
+
+
+async def test_it_follows_a_run_that_is_written(client, writer):
+    before = await ask(client, "/api/state")
+    add_group(writer, 6)
+    import asyncio
+
+    await asyncio.sleep(0.6)
+    after = await ask(client, "/api/state")
+    assert (before["episodes"], after["episodes"]) == (12, 14)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "",
+        "127.0.0.1:80@evil",
+        "[::1",
+        "0.0.0.0",
+    ],
+)
+async def test_foreign_hosts_are_refused(client, host):
+    assert not is_loopback(host)
+    if host:
+        for path in ("/", "/api/run", "/app.js"):
+            assert (await client.get(path, headers={"Host": host})).status == 403
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8400", "localhost:1", "LOCALHOST", "[::1]:8400"])
+def test_loopback_hosts_are_ours(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../config.toml",
+        "/..%2f..%2fetc/passwd",
+        "/static/app.js",
+        "/%2e%2e/app.js",
+        "/app.js/../../server.py",
+        "/config.toml",
+        "/api/../config.toml",
+    ],
+)
+async def test_nothing_but_the_listed_files_is_served(client, path):
+    import yarl
+
+    answer = await client.get(yarl.URL(path, encoded=True))
+    assert answer.status == 404 or (answer.status == 200 and "javascript" in answer.headers["Content-Type"])
+    assert "seed" not in await answer.text()
+
+
+async def test_only_get_is_answered_and_every_answer_has_the_headers(client):
+    assert (await client.post("/api/run")).status == 405
+    for path in ("/", "/api/run", "/nothing", "/style.css"):
+        headers = (await client.get(path)).headers
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "says"),
+    [
+        ("/api/episode", {"id": "../../etc/passwd"}, "no episode"),
+        ("/api/episode", {}, "no episode"),
+        ("/api/episodes", {"sort": "__class__"}, "cannot be sorted"),
+        ("/api/episodes", {"step": "x"}, "must be a number"),
+        ("/api/episodes", {"least": "x"}, "must be a number"),
+        ("/api/episodes", {"offset": "-1"}, "must be a number"),
+    ],
+)
+async def test_bad_questions_are_one_sentence(client, path, query, says):
+    answer = await client.get(path, params=query)
+    assert answer.status == 404
+    assert says in (await answer.json())["error"]
+
+
+async def test_it_listens_on_loopback_and_says_when_a_port_is_taken(tmp_path, writer):
+    source = RunSource(tmp_path / "run")
+    runner, port = await start(source, 0)
+    assert runner.addresses[0][0] == "127.0.0.1"
+    with pytest.raises(StoreError, match="cannot be used"):
+        await start(source, port)
+    await runner.cleanup()
+
+
+async def test_what_replay_and_rescore_left_is_shown(client, tmp_path):
+    found = {
+        "cause": "env",
+        "what": "the observation",
+        "turn": 0,
+        "segment": 0,
+        "token": 9,
+        "then": "a",
+        "today": "b",
+        "episode_id": "1-0",
+    }
+    rows = [
+        {"episode_id": "0-0", "partial": False, "divergence": None},
+        {"episode_id": "1-0", "partial": False, "divergence": found},
+    ]
+    (tmp_path / "run" / "replay.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "run" / "rescore.json").write_text(json.dumps({"text": "score 1 2"}))
+    run = await ask(client, "/api/run")
+    assert run["replay"] == {"identical": 1, "env": 1}
+    assert run["rescore"]["text"] == "score 1 2"
+    assert [r["id"] for r in (await ask(client, "/api/episodes", replay="differs"))["rows"]] == ["1-0"]
+    assert (await ask(client, "/api/episode", id="1-0"))["replay"]["cause"] == "env"
+    assert (await ask(client, "/api/episode", id="0-0"))["replay"] is None
+
+
+def test_pieces_add_up_also_where_a_character_is_spread_over_tokens(tokenizer):
+    text = "naïve 🙂 東京 <|im_start|>user\n ok"
+    ids = tokenizer.encode(text)
+    made = pieces(ids, tokenizer.decode)
+    assert len(made) == len(ids)
+    assert "".join(made) == text
+
+
+# -- the single file ---------------------------------------------------------------------------------------------------
+
+
+def test_the_export_holds_the_text_as_data_only(tmp_path, writer):
+    recording = Recording(tmp_path / "run")
+    detail = episode_detail(recording.record(recording.entry("0-0")), recording.fed("0-0"), decode, 0.7071)
+    page = html_of(detail)
+    assert "<img" not in page
+    assert page.count("<script") == 3
+    assert page.count("</script>") == 3
+    assert "http:" not in page.replace("http://www.w3.org", "")
+    start = page.index('id="episode-data">') + len('id="episode-data">')
+    data = page[start : page.index("</script>", start)]
+    assert json.loads(data) == json.loads(encode(detail))
+    assert EVIL in json.loads(data)["turns"][0]["action"]["results"][0]["content"]
