@@ -98,7 +98,7 @@ def token_of(tokenizer, t, text, segment=0):
     return next(i for i in range(len(ids)) if len(tokenizer.decode(ids[: i + 1])) > at)
 
 
-@pytest.mark.parametrize("live", [(), EveryTool(), ("search",)], ids=["recorded", "live", "named"])
+@pytest.mark.parametrize("live", [None, (), EveryTool(), ("search",)], ids=["default", "recorded", "live", "named"])
 async def test_what_did_not_change_is_identical(tmp_path, tags, hermes, live):
     for env, says, renderer in ((Search, script, tags), (Hermes, hermes_script, hermes)):
         episodes = await record(env, says, renderer, tmp_path / env.__name__, temperature=0.7)
@@ -353,6 +353,38 @@ async def test_a_live_tool_that_says_something_else(tmp_path, tags, tokenizer):
     for d, t in zip(differences(await replay(Moved, tags, episodes, EveryTool())), episodes, strict=True):
         assert (d.cause, d.turn, d.what) == ("tool result", 1, "content of result 0 (search)")
         assert tokenizer.decode(t.segments[0].ids[: d.token]).rstrip().endswith("France is in")
+
+
+class Guess(ToolEnv):
+    """Its tool changes it: what `step` says depends on a call that was made."""
+
+    action_format = "search_r1"
+    rewards = (exact,)
+    hits = 0
+
+    @tool
+    def search(self, query: str) -> str:
+        """Look something up."""
+        self.hits += 1
+        return f"{self.hits}"
+
+    async def step(self, action):
+        result = await super().step(action)
+        return dataclasses.replace(result, reward=float(self.hits), terminated=self.hits == 2)
+
+
+async def test_an_environment_that_its_tools_change_is_identical_because_they_are_called_then(tmp_path, tags):
+    class Later(Guess):
+        async def step(self, action):
+            result = await super().step(action)
+            return dataclasses.replace(result, info={"late": True} if result.terminated else {})
+
+    episodes = await record(Guess, script, tags, tmp_path)
+    assert {len(t.turns) for t in episodes} == {2}
+    assert differences(await replay(Guess, tags, episodes, None)) == [None] * 6
+    assert {(d.cause, d.turn) for d in differences(await replay(Guess, tags, episodes, ()))} == {("env", 0)}
+    found = differences(await replay(Later, tags, episodes, None))
+    assert {(d.cause, d.turn, d.what) for d in found} == {("env", 1, "info")}, "the later difference counts"
 
 
 async def test_another_seed_is_said(tmp_path, tags):

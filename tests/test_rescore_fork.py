@@ -5,7 +5,7 @@ import json
 
 import pytest
 from doubles import FakeEngine, group_of, groups_of, make_runner
-from test_replay import Search, record, script
+from test_replay import Guess, Search, record, script
 
 from agentrl import __version__, reward
 from agentrl.cli import main
@@ -149,6 +149,17 @@ async def test_an_edited_observation_is_what_the_policy_reads(tags, tokenizer):
     (branch,) = await forked(tags, t, 0, says, observation="Another question?")
     assert "Another question?" in seen[-1]
     assert t.task.prompt not in seen[-1]
+
+
+async def test_tools_that_change_the_environment_have_changed_it_by_the_fork(tags):
+    runner = make_runner(Guess, script, tags, rewards=Guess.rewards)
+    t = await runner.run(groups_of(1, 1)[0][0])
+    assert [x.reward for x in t.turns] == [1.0, 2.0]
+    runner.engine = FakeEngine(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn)))
+    (branch,) = await fork(runner, t, 1)
+    runner.close()
+    assert branch.differs_at is None
+    assert [x.reward for x in branch.trajectory.turns] == [1.0, 2.0]
 
 
 async def test_the_table_stands_side_by_side_and_shows_escapes_as_text(tags):

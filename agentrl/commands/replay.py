@@ -28,13 +28,11 @@ def add_parser(commands: Any) -> None:
     about = "replay recorded episodes through today's code, without an engine; says the first turn and token that differ, and why"
     sub = add_command(commands, "replay", run_replay, about)
     sub.add_argument("episodes", nargs="*", metavar="EPISODE", help="ids of episodes; none: all")
-    sub.add_argument(
-        "--live-tools",
-        nargs="*",
-        default=None,
-        metavar="TOOL",
-        help="call tools again instead of using their recorded results; without names: all",
-    )
+    tools = sub.add_mutually_exclusive_group()
+    again = "call tools again instead of using their recorded results; without names: all"
+    tools.add_argument("--live-tools", nargs="*", default=None, metavar="TOOL", help=again)
+    never = "call no tool, also not those that are methods of an environment whose episode would differ without them"
+    tools.add_argument("--recorded-tools", action="store_true", help=never)
     sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
     sub.add_argument(
         "--out",
@@ -56,7 +54,7 @@ def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
     entries = chosen(recording, args.episodes)
     parts = Parts(settings_of(args, rest))
-    live = () if args.live_tools is None else args.live_tools or EveryTool()
+    live = () if args.recorded_tools else None if args.live_tools is None else args.live_tools or EveryTool()
     started = time.perf_counter()
     parts.make_env()  # loads what its class shares (a corpus, say) before the processes fork
     tally = Tally()

@@ -16,7 +16,7 @@ from agentrl.episode import EpisodeRunner
 from agentrl.errors import ConfigError, StoreError
 from agentrl.render.template import strip_control
 from agentrl.replay.compare import first_unlike
-from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox
+from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox, is_stateful
 from agentrl.replay.run import spec_of
 from agentrl.seeds import derive_seed
 from agentrl.tool import ToolSpec
@@ -58,7 +58,10 @@ class ForkEngine(PlaybackEngine):
 
 
 class ForkToolbox(PlaybackToolbox):
-    """Recorded results before the fork, real calls after it."""
+    """Recorded results before the fork, real calls after it.
+
+    Before it, methods of the environment (and of `Tool` objects) are called too, for what they change in it; what they give is not used.
+    """
 
     engine: ForkEngine
 
@@ -66,6 +69,9 @@ class ForkToolbox(PlaybackToolbox):
         """The action with its results."""
         if self.engine.turn > self.engine.at:
             return await self.real.execute(tools, action)
+        stateful = tuple(c for c in action.calls if c.name in tools and is_stateful(tools[c.name]))
+        if stateful:
+            await self.real.execute(tools, Action(action.text, stateful))
         return await super().execute(tools, action)
 
 

@@ -22,7 +22,8 @@ class Work:
 
     recording: Recording
     runner_for: RunnerFor
-    live: Container[str] = ()
+    live: Container[str] | None = None
+    """see `replay_group`"""
 
 
 _work: Work | None = None

@@ -132,6 +132,8 @@ class PlaybackToolbox:
         self.engine = engine
         self.real = real
         self.live = live
+        self.stateful: set[str] = set()
+        """tools that were called whose function belongs to an object, such as the environment, which they may change"""
 
     async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
         """The action with its results, in order.
@@ -141,6 +143,7 @@ class PlaybackToolbox:
         """
         recorded = self.engine.recorded
         index = self.engine.turn - 1
+        self.stateful |= {c.name for c in action.calls if c.name in tools and is_stateful(tools[c.name])}
         then = recorded.turns[index].action
         if action.calls != then.calls:
             raise self.engine.leave("calls", index)
@@ -165,6 +168,11 @@ class PlaybackToolbox:
     def close(self) -> None:
         """Let the real toolbox's threads end."""
         self.real.close()
+
+
+def is_stateful(spec: ToolSpec) -> bool:
+    """Does calling it perhaps change an object (a method of the environment or of a `Tool`)?"""
+    return getattr(spec.fn, "__self__", None) is not None
 
 
 class EveryTool:

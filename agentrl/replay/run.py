@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 from agentrl.episode import Episode, EpisodeRunner
 from agentrl.errors import Failure, RewardFailure
 from agentrl.replay.compare import Divergence, compare
-from agentrl.replay.playback import OUTSIDE, Departure, play_back
+from agentrl.replay.playback import OUTSIDE, Departure, PlaybackToolbox, play_back
 from agentrl.types import EpisodeSpec, Provenance, Status, StopReason, Trajectory
 
 
@@ -40,19 +41,45 @@ def spec_of(t: Trajectory) -> EpisodeSpec:
 
 
 async def replay_group(
-    runner: EpisodeRunner, members: Sequence[Trajectory], live: Container[str] = ()
+    runner: EpisodeRunner, members: Sequence[Trajectory], live: Container[str] | None = None
 ) -> list[Outcome]:
-    """Replay the episodes of one group, one after the other. `live`: names of tools that are really called.
+    """Replay the episodes of one group, one after the other.
+
+    `live`: names of tools that are really called. None: recorded results; but an episode that then differs, and whose tools are methods of
+    its environment (which they may change), is replayed once more with those called. The replay that gets further is the one that counts.
 
     The runner is used for nothing else: its engine and toolbox are replaced.
     """
-    played: list[tuple[Trajectory, Trajectory, Departure | None]] = []
-    for then in members:
-        engine = play_back(runner, then, live)
+    outcomes, stateful = await _replay(runner, members, [live or ()] * len(members))
+    if live is not None or not any(o.divergence and s for o, s in zip(outcomes, stateful, strict=True)):
+        return outcomes
+    again, _ = await _replay(
+        runner, members, [s if o.divergence else () for o, s in zip(outcomes, stateful, strict=True)]
+    )
+    return [b if _further(b, a) else a for a, b in zip(outcomes, again, strict=True)]
+
+
+async def _replay(
+    runner: EpisodeRunner, members: Sequence[Trajectory], live: Sequence[Container[str]]
+) -> tuple[list[Outcome], list[set[str]]]:
+    """The outcomes, and which stateful tools each episode called."""
+    played: Played = []
+    stateful: list[set[str]] = []
+    for then, names in zip(members, live, strict=True):
+        engine = play_back(runner, then, names)
         today = await runner.run(spec_of(then))
         played.append((then, today, engine.departure))
+        stateful.append(cast(PlaybackToolbox, runner.toolbox).stateful)
     played = await _with_group_rewards(runner, played)
-    return [await _outcome(runner, *each) for each in played]
+    return [await _outcome(runner, *each) for each in played], stateful
+
+
+def _further(a: Outcome, b: Outcome) -> bool:
+    """Does `a` differ later than `b`, or not at all?"""
+    if a.divergence is None or b.divergence is None:
+        return b.divergence is not None
+    places = [(d.turn, d.segment, d.token) for d in (a.divergence, b.divergence)]
+    return places[0] > places[1]
 
 
 Played = list[tuple[Trajectory, Trajectory, Departure | None]]
