@@ -32,6 +32,7 @@ class Double:
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     device: str = "cuda"
+    eos: tuple[int, ...] = ()
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -142,7 +143,12 @@ class Double:
         gone.cancel()
         work.cancel()
         ids = self.answer(body) if finished else []
-        reason = {"type": "length", "length": len(ids)} if finished else {"type": "abort", "message": "aborted"}
+        length = (
+            {"type": "stop", "matched": ids[-1]}
+            if ids and ids[-1] in self.eos
+            else {"type": "length", "length": len(ids)}
+        )
+        reason = length if finished else {"type": "abort", "message": "aborted"}
         pairs = [[-0.5, i, None] for i in ids]
         meta = {"finish_reason": reason, "output_token_logprobs": pairs, "weight_version": version, "cached_tokens": 1}
         return web.json_response({"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}})

@@ -439,3 +439,23 @@ def test_the_command(installation):
     assert words[words.index("--port") + 1] == "77"
     assert words[words.index("--log-level") + 1] == "info"
     assert "--x" not in words
+
+
+async def test_an_end_token_that_is_ignored_while_others_count(engine, double):
+    """SGLang ignores all stop tokens together, so it is asked to continue after the model's own."""
+
+    def stop_at_50_and_60(body):
+        ids = []
+        for i in range(1, body["sampling_params"]["max_new_tokens"] + 1):
+            ids.append(body["input_ids"][-1] + i)
+            if ids[-1] in (50, 60):
+                break
+        return ids
+
+    double.answer, double.eos = stop_at_50_and_60, (50, 60)
+    g = await engine.generate([45], SamplingParams(40, ignore_eos=True, stop_token_ids=(60,)), session="a")
+    assert g.ids == tuple(range(46, 61))
+    assert (g.finish_reason, g.matched_stop) == (FinishReason.STOP, 60)
+    assert [len(b["input_ids"]) for b in double.bodies] == [1, 6]
+    g = await engine.generate([45], SamplingParams(5, ignore_eos=True, stop_token_ids=(60,)), session="a")
+    assert (g.ids, g.finish_reason, g.matched_stop) == ((46, 47, 48, 49, 50), FinishReason.LENGTH, None)

@@ -12,6 +12,9 @@ from agentrl.engine.sglang_install import Installation, check_flags, gpus
 from agentrl.engine.weights import weight_bytes
 from agentrl.errors import ConfigError
 
+RESERVED = 8
+"""positions that SGLang keeps back from the context length it is given"""
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -87,7 +90,7 @@ def command_line(spec: LaunchSpec, installation: Installation, number: int, port
     flags: dict[str, Any] = {
         "model-path": spec.model,
         "dtype": spec.dtype,
-        "context-length": spec.context_length,
+        "context-length": spec.context_length + RESERVED,
         "host": "127.0.0.1",
         "port": port,
         "tp-size": spec.gpus_per_engine,

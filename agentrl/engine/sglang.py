@@ -11,7 +11,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from agentrl.engine.http import HttpClient
 from agentrl.engine.sglang_protocol import (
     ServerFacts,
     finish_reason,
+    goes_on,
+    join,
     read_generation,
     read_version,
     request_body,
@@ -154,13 +156,22 @@ class SGLangEngine:
             raise EngineFailure(f"the context holds ids outside 0..{self.vocab_size - 1}", "ids outside the vocabulary")
         flight = _Flight(session)
         self._flights.add(flight)
+        parts: list[Generation] = []
         try:
             while True:
                 answer = await self._ask(flight, context, sampling, room, seeded=facts.deterministic)
-                if finish_reason(answer, self.address) is not FinishReason.ABORT:
-                    return self._checked(read_generation(answer, self._first_version, self.address), flight)
-                if sampled_tokens(answer):
-                    raise EngineAbort("the generation was given up while it was in flight", "weight update")
+                if finish_reason(answer, self.address) is FinishReason.ABORT:
+                    if sampled_tokens(answer):
+                        raise EngineAbort("the generation was given up while it was in flight", "weight update")
+                    continue
+                part = self._checked(read_generation(answer, self._first_version, self.address), flight)
+                parts.append(part)
+                room -= len(part.ids)
+                if not goes_on(part, sampling):
+                    return join(parts)
+                if room <= 0:
+                    return join([*parts[:-1], replace(part, finish_reason=FinishReason.LENGTH)])
+                context += part.ids
         finally:
             self._flights.discard(flight)
 

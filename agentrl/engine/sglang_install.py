@@ -58,6 +58,9 @@ class Installation:
         """The server's environment variables."""
         env = dict(os.environ, PYTHONUNBUFFERED="1")
         env.setdefault("NCCL_CUMEM_ENABLE", "0")  # else no NCCL group with a trainer can be formed
+        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = (
+            "1"  # by the few positions that it keeps back (launch_spec.RESERVED)
+        )
         path = [*self.pythonpath, *filter(None, [env.get("PYTHONPATH")])]
         if not gpus():
             path.insert(0, str(_STUBS))

@@ -33,6 +33,7 @@ class ServerFacts:
     """memory can be released and resumed"""
     deterministic: bool
     context_length: int | None
+    """the longest context that leaves room for a token is one shorter"""
 
     @classmethod
     def read(cls, info: Mapping[str, Any], paths: Mapping[str, Any]) -> ServerFacts:
@@ -45,7 +46,7 @@ class ServerFacts:
                 stacklevel=2,
             )
         device, tp = str(info.get("device") or "cuda"), int(info.get("tp_size") or 1)
-        length = info.get("context_length")
+        lengths = [int(n) for n in (info.get("context_length"), info.get("max_req_input_len")) if n]
         return cls(
             version=version,
             device=device,
@@ -54,7 +55,7 @@ class ServerFacts:
             checksums="/weights_checker" in paths and device == "cpu" and tp == 1,
             memory_saver=bool(info.get("enable_memory_saver")),
             deterministic=bool(info.get("enable_deterministic_inference")),
-            context_length=int(length) if length else None,
+            context_length=min(lengths, default=None),
         )
 
 
@@ -70,7 +71,8 @@ def request_body(ids: list[int], sampling: SamplingParams, room: int, rid: str, 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "ignore_eos": sampling.ignore_eos,
+        "ignore_eos": sampling.ignore_eos
+        and not sampling.stop_token_ids,  # else SGLang ignores those too: see `goes_on`
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
@@ -144,3 +146,24 @@ def read_generation(answer: Mapping[str, Any], unnamed_version: int, address: st
         policy_version=read_version(meta.get("weight_version"), unnamed_version),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )
+
+
+def goes_on(part: Generation, sampling: SamplingParams) -> bool:
+    """The server stopped at the model's end token, which was to be ignored while other stop tokens count: it is asked to continue."""
+    at_end = part.finish_reason is FinishReason.STOP and isinstance(part.matched_stop, int)
+    return sampling.ignore_eos and at_end and part.matched_stop not in sampling.stop_token_ids
+
+
+def join(parts: list[Generation]) -> Generation:
+    """Generations that continue one another as one.
+
+    Raises:
+        EngineAbort: by weights of different versions.
+    """
+    if len({p.policy_version for p in parts}) > 1:
+        raise EngineAbort("the weights changed while the generation was in flight", "weight update")
+    ids = tuple(i for p in parts for i in p.ids)
+    log_probs = tuple(x for p in parts for x in p.log_probs)
+    last = parts[-1]
+    at_end = last.matched_stop if last.finish_reason is FinishReason.STOP else None
+    return Generation(ids, log_probs, last.finish_reason, at_end, last.policy_version, parts[0].cached_tokens)

@@ -1,0 +1,106 @@
+"""`agentrl train --engine sglang` on a CPU, with each way of syncing weights, in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sglang_server import available, python
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.full,
+    pytest.mark.skipif(not available(), reason="needs SGLang: make setup-sglang-cpu"),
+]
+
+# the embedded policy answers nearly all questions: a higher temperature and an entropy term make every group worth training on
+SMALL = [
+    *(
+        "--env",
+        "search_r1",
+        "--engine",
+        "sglang",
+        "--num-rollout",
+        "3",
+        "--rollout-batch-size",
+        "2",
+        "--n-samples-per-prompt",
+        "4",
+    ),
+    *(
+        "--rollout-temperature",
+        "1.3",
+        "--entropy-coef",
+        "0.01",
+        "--eval-interval",
+        "0",
+        "--save-interval",
+        "100",
+        "--tensorboard",
+        "false",
+    ),
+]
+
+
+def start(run: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agentrl.cli", "train", *SMALL, "--run", str(run), *flags]
+    if python():
+        command += ["--engine-python", python()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def rows(run: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def check(run: Path, out: str) -> list[dict]:
+    steps = [r for r in rows(run) if "policy_version" in r]
+    assert [r["policy_version"] for r in steps] == [1, 2, 3], out[-3000:]
+    assert all(r["exactness_violations"] == 0 for r in steps)
+    assert all(r["sync/log_prob_diff_max"] < 1e-4 for r in steps)
+    assert all(r["train/rollout_log_prob_diff_max"] < 1e-4 for r in steps)
+    return steps
+
+
+@pytest.mark.parametrize("sync", ["colocated", "split", "disk"])
+def test_training_with_each_sync(tmp_path, sync):
+    run = tmp_path / "run"
+    process = start(run, "--weight-sync", sync)
+    out, _ = process.communicate(timeout=1200)
+    assert process.returncode == 0, out[-3000:]
+    check(run, out)
+
+
+def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(tmp_path):
+    run = tmp_path / "run"
+    process = start(run, "--weight-sync", "colocated", "--max-failure-share", "1")
+
+    def kill_after_the_first_step() -> None:
+        while (process.poll() is None and not (run / "metrics.jsonl").exists()) or not rows(run):
+            time.sleep(0.2)
+        time.sleep(0.5)
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and _is_scheduler(entry, process.pid):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_after_the_first_step, daemon=True)
+    killer.start()
+    out, _ = process.communicate(timeout=1800)
+    assert process.returncode == 0, out[-3000:]
+    steps = check(run, out)
+    assert all(r["episodes"] == 8 for r in steps if "episodes" in r)
+
+
+def _is_scheduler(entry: Path, parent: int) -> bool:
+    """A server's first process, started by the run."""
+    try:
+        command = (entry / "cmdline").read_bytes()
+        mother = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return False
+    return b"sglang.launch_server" in command and mother == parent
