@@ -44,7 +44,7 @@ setup-sglang-cpu: setup ## SGLang for CPUs in .venv-sglang, beside the others (x
 	if [[ "$$(cat $(VENV_SGLANG)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
 	$(BIN)/python -m venv --clear $(VENV_SGLANG)
 	export VIRTUAL_ENV="$(VENV_SGLANG)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
-	$(BIN)/uv pip install --no-deps -r agentrl/engine/sglang_cpu/requirements.txt
+	$(BIN)/uv pip install --no-deps --compile-bytecode -r agentrl/engine/sglang_cpu/requirements.txt
 	echo "$$want" > $(VENV_SGLANG)/.stamp
 
 test-sglang: setup-sglang-cpu ## the engine's tests over genuine SGLang on this machine's CPU
