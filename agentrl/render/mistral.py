@@ -5,6 +5,7 @@ Source: the chat templates of Mistral's instruct models. Ids have nine alphanume
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
@@ -13,6 +14,7 @@ from agentrl.types import Action, Message, ParseError
 
 _ARGS = "[ARGS]"
 _ID = "[CALL_ID]"
+_LENGTH = 9
 
 
 @dataclass(frozen=True)
@@ -57,4 +59,16 @@ class MistralFormat(BlockFormat):
         )
 
 
-FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",))
+def nine_characters(messages: Sequence[Message]) -> list[Message]:
+    """Ids of calls and results filled up to nine characters, which templates insist on."""
+    out = []
+    for m in messages:
+        if isinstance(m.get("tool_call_id"), str) and len(m["tool_call_id"]) < _LENGTH:
+            m = {**m, "tool_call_id": m["tool_call_id"] + "0" * (_LENGTH - len(m["tool_call_id"]))}
+        if m.get("tool_calls"):
+            m = {**m, "tool_calls": [{**c, "id": str(c.get("id") or "").ljust(_LENGTH, "0")} for c in m["tool_calls"]]}
+        out.append(m)
+    return out
+
+
+FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",), adapt=nine_characters)

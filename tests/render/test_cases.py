@@ -258,6 +258,12 @@ def control(delta, added):
     return [i for _, ids in delta.pieces for i in ids if i in added]
 
 
+def test_ids_that_mistrals_template_would_refuse_are_filled_up():
+    ours = renderer("mistral")
+    delta = ours.delta([tool(), tool(name="error", call_id="error")], (5, ours.end_id), history=USER, tools=())
+    assert '"call_id": "error0000"' in text(ours, delta)
+
+
 class TestLength:
     @pytest.mark.parametrize("name", NAMES)
     def test_case_20_an_observation_larger_than_all_room_is_cut_between_characters(self, name):
