@@ -4,6 +4,7 @@ that mean something else here or do not exist yet, which are refused by name."""
 from __future__ import annotations
 
 import argparse
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -134,6 +135,7 @@ def _take_values(words: list[str]) -> list[str]:
     return taken
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string under each field of a dataclass, from its source."""
     import ast
