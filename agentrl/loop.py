@@ -168,7 +168,8 @@ class Job:
             self.folder.metrics.write({"step": step, **row})
             seconds = time.perf_counter() - started
             self.folder.timings.write({"step": step, f"eval/{name}_s": seconds})
-            self.report.evaluation(step, name, row, seconds, table)
+            self.report.count(groups, table)
+            self.report.evaluation(step, name, row, seconds)
             self.out(self.report.eval_line(step, name, seconds))
 
     async def save(self, step: int) -> None:
@@ -208,7 +209,7 @@ class Job:
     def eval_due(self, step: int) -> bool:
         """Before the first rollout and after every `eval_interval`."""
         interval = self.config.eval.eval_interval
-        return interval is not None and step % interval == 0
+        return step % interval == 0 if interval else False
 
     def save_due(self, step: int) -> bool:
         """After every `save_interval` rollouts and after the last."""

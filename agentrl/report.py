@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from agentrl.config import Config
 from agentrl.rollout import CauseTable
+from agentrl.store import exactness_violations
 from agentrl.types import Group
 
 
@@ -36,22 +37,22 @@ class Report:
             self._board = Writer(str(folder / "tensorboard"))
 
     def count(self, groups: Sequence[Group], table: CauseTable) -> None:
-        """Add a rollout's episodes and causes."""
+        """Add the episodes and causes of a rollout or an evaluation."""
         self.table.merge(table)
         self.totals["episodes"] += sum(len(g.trajectories) for g in groups)
+        self.totals["exactness_violations"] += exactness_violations(t for g in groups for t in g.trajectories)
         self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
 
     def step(self, step: int, row: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Add a finished rollout's numbers."""
         if "reward" in row:
             self.rewards.append((step, row["reward"]))
-        self.totals["exactness_violations"] += row.get("exactness_violations", 0)
         for name, value in seconds.items():
             self.totals[name] += value
         self._last = (row, seconds)
         self._events(step, row)
 
-    def evaluation(self, step: int, name: str, row: Mapping[str, float], seconds: float, table: CauseTable) -> None:
+    def evaluation(self, step: int, name: str, row: Mapping[str, float], seconds: float) -> None:
         """Add an evaluation's numbers."""
         short = {k.removeprefix(f"eval/{name}/"): v for k, v in row.items()}
         self.evals.setdefault(name, []).append((step, short))
