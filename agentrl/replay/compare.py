@@ -52,7 +52,7 @@ class Divergence:
         place = "the first prompt" if self.turn < 0 else f"turn {self.turn}"
         where = f"{place}, token {self.token}" + (f" of segment {self.segment}" if self.segment else "")
         return (
-            f"{self.cause}: {strip_control(self.what)} at {where}\n"
+            f"{self.cause}: {strip_control(' '.join(self.what.split()))} at {where}\n"
             f"  then   {strip_control(repr(self.then))}\n  today  {strip_control(repr(self.today))}"
         )
 

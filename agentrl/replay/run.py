@@ -12,6 +12,7 @@ from typing import cast
 
 from agentrl.episode import Episode, EpisodeRunner
 from agentrl.errors import Failure, RewardFailure
+from agentrl.render.template import strip_control
 from agentrl.replay.compare import Divergence, compare
 from agentrl.replay.playback import OUTSIDE, Departure, PlaybackToolbox, play_back
 from agentrl.types import EpisodeSpec, Provenance, Status, StopReason, Trajectory
@@ -169,7 +170,8 @@ class Tally:
         rows: dict[tuple[str, str], list[Outcome]] = {}
         for o in differ:
             assert o.divergence is not None
-            rows.setdefault((o.divergence.cause, o.divergence.what), []).append(o)
+            what = strip_control(" ".join(o.divergence.what.split()))  # it may name a tool as the policy called it
+            rows.setdefault((o.divergence.cause, what), []).append(o)
         lines = [f"{total} episodes replayed: {total - len(differ)} identical, {len(differ)} differ{note}", ""]
         lines.append(f"{'cause':<12}  {'count':>6}  {'what':<40}  first in")
         for (cause, what), found in sorted(rows.items(), key=lambda kv: -len(kv[1])):
