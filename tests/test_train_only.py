@@ -72,7 +72,7 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
 
     trainer = NoteTrainer()
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", lambda self, path, *, reference: trainer)
-    monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self: FakeEngine(self.renderer, []))
+    monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, []))
     monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [groups_of(1, 1)[0][0].task])
     words = [
         "train",
