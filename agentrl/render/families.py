@@ -13,6 +13,7 @@ from agentrl.render.gemma import PythonicFormat
 from agentrl.render.glm import GlmFormat
 from agentrl.render.gptoss import HarmonyFormat
 from agentrl.render.hermes import HermesFormat
+from agentrl.render.images import Images
 from agentrl.render.kimi import KimiFormat
 from agentrl.render.llama import LlamaFormat
 from agentrl.render.mistral import MistralFormat
@@ -49,6 +50,7 @@ def make_renderer(
     raw_content: bool = False,
     surplus: Literal["error", "ignore", "refuse"] = "error",
     now: datetime | None = None,
+    images: Images | None = None,
     **template_args: Any,
 ) -> Renderer:
     """The renderer for a model; `action_format` None: the family's own (hermes for templates of no known family).
@@ -70,5 +72,6 @@ def make_renderer(
         raw_content=raw_content,
         surplus=surplus,
         now=now,
+        images=images,
         **template_args,
     )

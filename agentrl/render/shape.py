@@ -27,6 +27,8 @@ def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, 
                 shown.append(len(texts))
             texts.append(value)
             return _TEXT
+        if is_image(value):
+            return _IMAGE
         if isinstance(value, Mapping):
             return tuple((k, walk(v, k)) for k, v in value.items())
         if isinstance(value, (list, tuple)):
@@ -36,7 +38,14 @@ def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, 
     return tuple(walk(m, "") for m in messages), texts, tuple(shown)
 
 
-_TEXT, _LIST = object(), object()
+_TEXT, _LIST, _IMAGE = object(), object(), object()
+
+
+def is_image(value: Any) -> bool:
+    """A part of a content that is an image."""
+    return isinstance(value, Mapping) and (
+        value.get("type") in ("image", "image_url") or "image" in value or "image_url" in value
+    )
 
 
 def with_texts(messages: Sequence[Message], make: Callable[[int, str], str]) -> list[Message]:
@@ -46,6 +55,8 @@ def with_texts(messages: Sequence[Message], make: Callable[[int, str], str]) -> 
     def walk(value: Any, key: str) -> Any:
         if isinstance(value, str):
             return value if key in _STRUCTURE else make(next(count), value)
+        if is_image(value):
+            return value
         if isinstance(value, Mapping):
             return {k: walk(v, k) for k, v in value.items()}
         if isinstance(value, (list, tuple)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.render.shape import is_image
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Message
 
@@ -53,6 +54,8 @@ class Shield:
     def _swap(self, value: Any, spared: frozenset[str], base: int, key: str = "") -> Any:
         if isinstance(value, str):
             return value if key in _STRUCTURE else self._tokenizer.shielded(value, base, spared)
+        if is_image(value):
+            return value
         if isinstance(value, Mapping):
             return {self._tokenizer.shielded(k, base): self._swap(v, spared, base, k) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -71,6 +74,8 @@ def _all_texts(value: Any, out: list[str], key: str = "") -> None:
     if isinstance(value, str):
         if key not in _STRUCTURE:
             out.append(value)
+    elif is_image(value):
+        return
     elif isinstance(value, Mapping):
         for k, v in value.items():
             if isinstance(k, str):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from agentrl.errors import TemplateError
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
+from agentrl.render.images import Images, image_parts
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.proof import KINDS, PLACEHOLDER, Proof, Prover, kind_of
 from agentrl.render.scaffold import Scaffold, cut, merged
@@ -38,6 +39,7 @@ class Renderer:
         raw_content: bool = False,
         surplus: Literal["error", "ignore", "refuse"] = "error",
         now: datetime | None = None,
+        images: Images | None = None,
         **template_args: Any,
     ) -> None:
         """`template_args` go to the template (enable_thinking=False, …).
@@ -54,6 +56,8 @@ class Renderer:
         self.history_policy = history
         self.new_segments: Counter[str] = Counter()
         """why new segments opened, and how often"""
+        self.images = images
+        """reads images in messages; None: the model takes none"""
         self._family = family
         self._surplus = surplus
         self._args = template_args
@@ -96,7 +100,9 @@ class Renderer:
         listed = list(tools) if self.format.needs_tools else []
         adapted, listed, base = self._shield.conversation(self._family.adapt(messages), listed)
         text = self._template.render(adapted, tools=listed, generate=True, **self._args)
-        return ((Provenance.PROMPT, tuple(self.tokenizer.encode_shielded(text, base))),)
+        return self._with_images(
+            ((Provenance.PROMPT, tuple(self.tokenizer.encode_shielded(text, base))),), messages, Provenance.PROMPT
+        )
 
     def delta(
         self,
@@ -125,7 +131,7 @@ class Renderer:
         body = scaffold.pieces(contents) if scaffold is not None and not self._shield.raw else None
         if body is None:
             body = self._rendered(adapted, kinds[0], proof)
-        return Delta(merged((*lead, *body)))
+        return Delta(self._with_images(merged((*lead, *body)), adapted, Provenance.OBSERVATION))
 
     def parse(self, ids: Sequence[int], finish_reason: FinishReason, max_calls: int) -> Action:
         """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token."""
@@ -250,6 +256,16 @@ class Renderer:
         head = next((i for i in range(n) if ids[i] != scaffold[i]), n)
         tail = next((i for i in range(n - head) if ids[-1 - i] != scaffold[-1 - i]), n - head)
         return merged(cut(ids, ids[:head], ids[len(ids) - tail :] if tail else ()))
+
+    def _with_images(self, pieces: Pieces, messages: Sequence[Message], provenance: Provenance) -> Pieces:
+        """Placeholders of images expanded to as many tokens as each image has."""
+        if next(image_parts(messages), None) is None:
+            return pieces
+        if self.images is None:
+            raise TemplateError(
+                "a message holds an image, but the model has no image processor (preprocessor_config.json)"
+            )
+        return self.images.expand(pieces, self.images.pictures(messages), provenance)
 
     def _inline_pieces(self, messages: Sequence[Message]) -> Pieces:
         """An observation inside the assistant's turn: literals and contents, encoded as one section each between added tokens."""

@@ -1,0 +1,138 @@
+"""Images in prompts and observations, against transformers' own processor and a small random Qwen2.5-VL."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from template_models import Model, _data_file, tokenizer
+
+from agentrl.errors import ContractError, TemplateError
+from agentrl.recorder import Recorder
+from agentrl.render import Tokenizer, make_renderer
+from agentrl.render.images import Images, train_inputs
+from agentrl.types import Provenance
+
+Image = pytest.importorskip("PIL.Image")
+pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", exc_type=ImportError)
+VL = Model("vl", "qwen2_5_vl", "")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return pil.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+
+
+@pytest.fixture(scope="module")
+def renderer(processor):
+    base = tokenizer("chatml")
+    template = _data_file("trl", "chat_templates", "qwen2_5_vl.jinja").read_text()
+    t = Tokenizer(base.backend, chat_template=template, special=base.special)
+    return make_renderer(t, images=Images(processor, t.added["<|image_pad|>"]))
+
+
+def picture(width=100, height=60, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8).astype(np.uint8))
+
+
+def said(text, *images):
+    return {
+        "role": "user",
+        "content": [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}],
+    }
+
+
+def theirs(renderer, processor, messages):
+    """Ids as transformers' Qwen processors make them: render, expand the placeholder in the text, tokenise."""
+    text = renderer._template.render(messages, tools=None, generate=True)
+    images = [
+        p["image"] for m in messages if isinstance(m["content"], list) for p in m["content"] if p["type"] == "image"
+    ]
+    inputs = processor(images=images, return_tensors="np")
+    for grid in inputs["image_grid_thw"]:
+        text = text.replace("<|image_pad|>", "<|placeholder|>" * int(grid.prod() // processor.merge_size**2), 1)
+    text = text.replace("<|placeholder|>", "<|image_pad|>")
+    return renderer.tokenizer.backend.encode(text, add_special_tokens=False).ids, inputs
+
+
+def test_a_prompt_with_images(renderer, processor):
+    messages = [
+        said("What is this?", picture(), picture(30, 200, 1)),
+        {"role": "assistant", "content": "A wall."},
+        said("And this?", picture(50, 50, 2)),
+    ]
+    ((kind, ids),) = renderer.prompt(messages)
+    expected, inputs = theirs(renderer, processor, messages)
+    assert kind is Provenance.PROMPT
+    assert list(ids) == expected
+    carried = train_inputs(renderer.images.pictures(messages))
+    np.testing.assert_array_equal(carried["pixel_values"], inputs["pixel_values"])
+    np.testing.assert_array_equal(carried["image_grid_thw"], inputs["image_grid_thw"])
+
+
+def test_an_observation_with_an_image(renderer, processor):
+    first = [said("Look.", picture())]
+    recorder = Recorder()
+    recorder.open(renderer.prompt(first))
+    answer = (*renderer.tokenizer.encode("A wall."), renderer.end_id)
+    then = said("Closer, and <|image_pad|> is text.", picture(80, 80, 3))
+    delta = renderer.delta([then], answer, history=first)
+    assert delta.new_segment is None
+    pad = renderer.tokenizer.added["<|image_pad|>"]
+    assert {kind for kind, ids in delta.pieces if pad in ids} == {Provenance.OBSERVATION}
+    ids = [i for _, part in delta.pieces for i in part]
+    (shown,) = renderer.images.pictures([then])
+    assert ids.count(pad) == shown.tokens
+    plain = said("Closer.", picture(80, 80, 3))
+    stream = [
+        *recorder.context(),
+        *answer,
+        *(i for _, part in renderer.delta([plain], answer, history=first).pieces for i in part),
+    ]
+    assert stream == theirs(renderer, processor, [*first, {"role": "assistant", "content": "A wall."}, plain])[0]
+
+
+def test_images_come_as_pil_bytes_or_data_urls(renderer):
+    buffer = io.BytesIO()
+    picture().save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    parts = [
+        {"type": "image", "image": picture()},
+        {"type": "image", "image": buffer.getvalue()},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    one, two, three = renderer.images.pictures([{"role": "user", "content": parts}])
+    assert one is two is three
+    for bad in ("/etc/passwd", "http://example.com/a.png", b"nonsense", "data:image/png;base64,%%", 5):
+        with pytest.raises(ContractError):
+            renderer.images.pictures([{"role": "user", "content": [{"type": "image", "image": bad}]}])
+
+
+def test_a_model_without_a_processor(renderer):
+    blind = make_renderer(renderer.tokenizer)
+    with pytest.raises(TemplateError, match="no image processor"):
+        blind.prompt([said("x", picture())])
+
+
+def test_a_small_model_takes_what_is_carried(renderer):
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    pad = renderer.tokenizer.added["<|image_pad|>"]
+    config = Qwen2_5_VLConfig(
+        text_config={"vocab_size": 6200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                     "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}},
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        image_token_id=pad,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    messages = [said("What is this?", picture(), picture(30, 200, 1))]
+    ((_, ids),) = renderer.prompt(messages)
+    inputs = {k: torch.from_numpy(v) for k, v in train_inputs(renderer.images.pictures(messages)).items()}
+    with torch.no_grad():
+        logits = model(
+            input_ids=torch.tensor([ids]), mm_token_type_ids=torch.tensor([[int(i == pad) for i in ids]]), **inputs
+        ).logits
+    assert logits.shape == (1, len(ids), 6200)
+    assert torch.isfinite(logits).all()
