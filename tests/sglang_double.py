@@ -25,6 +25,7 @@ class Double:
     version: str = "0.5.23"
     answer: Answer = count_up
     delay_s: float = 0.0
+    update_s: float = 0.0
     weight_version: str = "default"
     faults: list[Any] = field(default_factory=list)
     refuse: dict[str, int] = field(default_factory=dict)
@@ -115,11 +116,13 @@ class Double:
         return web.json_response({"success": True})
 
     async def update_weights_from_disk(self, _: Any, body: Any) -> web.Response:
+        await asyncio.sleep(self.update_s)
         self.weight_version = str(body["weight_version"])
         return web.json_response({"success": True})
 
     async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        self.bodies.append(body)
+        if "logprob_start_len" not in body:
+            self.bodies.append(body)
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, int):
             return web.Response(status=fault, text="fault by the script")
@@ -150,7 +153,14 @@ class Double:
         )
         reason = length if finished else {"type": "abort", "message": "aborted"}
         pairs = [[-0.5, i, None] for i in ids]
-        meta = {"finish_reason": reason, "output_token_logprobs": pairs, "weight_version": version, "cached_tokens": 1}
+        scores = [[None, i, None] if n == 0 else [-0.5, i, None] for n, i in enumerate(body["input_ids"])]
+        meta = {
+            "input_token_logprobs": scores,
+            "finish_reason": reason,
+            "output_token_logprobs": pairs,
+            "weight_version": version,
+            "cached_tokens": 1,
+        }
         return web.json_response({"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}})
 
     async def _think(self) -> None:

@@ -163,9 +163,9 @@ class Fleet:
             await self._come_up(member)
             member.spoilt = False
             return
-        await member.engine.health()
         await member.engine.start()
         await member.engine.resume()
+        await member.engine.score((1, 1))  # proves that it generates, not only that it answers
 
     async def _refresh(self, member: Member) -> None:
         """Make a stale member ready: with the weights it has, if they are the current ones, else with those of `recovery`."""
