@@ -151,14 +151,24 @@ class TrainerRank:
 
     def gradients(self, share: Share, loss: LossConfig, path: Path) -> dict[str, list[float]] | None:
         """Write the gradients of one batch, under Hugging Face names, and step nowhere."""
+        self.built.wrapped.force_all_reduce = (
+            True  # of buckets that overlap with the backward pass; the option speaks of the others
+        )
         totals = self._forward_backward(share, loss, force_all_reduce=True)
+        self.built.wrapped.force_all_reduce = False
         self._write(path, lambda p: p.main_grad)
         self.built.wrapped.zero_grad_buffer()
         return totals
 
     def export(self, path: Path) -> dict[str, Any] | None:
         """Write this stage's weights; returns file name, tensor names and bytes on the rank that wrote."""
+        self._complete()
         return self._write(path, lambda p: p.data)
+
+    def _complete(self) -> None:
+        """With overlap_param_gather, a step's weights are whole only once they have been asked for."""
+        if self.built.wrapped.ddp_config.overlap_param_gather:
+            self.built.wrapped.start_param_sync(force_sync=True)
 
     def _write(self, path: Path, value: Callable[[Any], Tensor]) -> dict[str, Any] | None:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -185,6 +195,7 @@ class TrainerRank:
 
     def save(self, path: Path) -> None:
         """Write a distributed checkpoint into the folder `path`."""
+        self._complete()
         checkpoint.save(self.built, path, self.steps)
 
     def load(self, path: Path) -> int:

@@ -144,7 +144,11 @@ def check_step(trainer, hf, rows, folder):
     after = read(folder)
     for name, parameter in hf.named_parameters():
         assert (after[name] - before[name]).abs().max() > 5e-3, name
-        torch.testing.assert_close(after[name], parameter.detach(), rtol=0, atol=2e-4, msg=name)
+        firm = (
+            parameter.grad.abs() > 1e-5
+        )  # Adam's first step is lr × sign: rounding decides where the gradient is next to nothing
+        assert firm.any(), name
+        torch.testing.assert_close(after[name][firm], parameter.detach()[firm], rtol=0, atol=2e-5)
     with torch.no_grad():  # the reference is still the old model
         for name, parameter in hf.named_parameters():
             parameter.copy_(before[name])
