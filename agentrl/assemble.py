@@ -39,7 +39,7 @@ def model_folder(name: str) -> Path:
             return folder
     if Path(name).exists():
         raise ConfigError(f"--hf-checkpoint {name}: the folder has no config.json")
-    if name.count("/") != 1:
+    if name.count("/") != 1 or name.startswith(("/", "./", "../", "~")):
         embedded = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))
         raise ConfigError(f"--hf-checkpoint {name}: no such folder, and no embedded model of that name ({embedded})")
     from huggingface_hub import snapshot_download
