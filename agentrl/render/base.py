@@ -53,6 +53,9 @@ class ActionFormat(Protocol):
     def message(self, action: Action) -> Message:
         """The action as a message of the conversation, for rendering it anew."""
 
+    def as_data(self, action: Action) -> Message:
+        """The same with calls and reasoning in fields of their own, for templates that tell turns apart by them."""
+
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """For inline formats: the text to insert, as (part, is it content?)."""
 
@@ -79,5 +82,7 @@ class Family:
     """tokens at which engines stop too, but after which the template still writes the turn's end"""
     templated: bool = False
     """the template writes markup of its own inside the assistant's turn (channels), so its plain text is not what a policy says"""
+    fields: bool = False
+    """its template tells a turn's kind by its fields (`tool_calls`, `reasoning_content`), so turns are rendered anew from those"""
     adapt: Callable[[Sequence[Message]], list[Message]] = as_they_are
     """messages as the template takes them (roles that it does not know)"""

@@ -30,8 +30,8 @@ FORMATS: dict[str, ActionFormat] = {f.name: f for f in _ALL}
 """Action formats by name."""
 
 FAMILIES: tuple[Family, ...] = (
-    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.FAMILY, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY, chatml.QWEN3, chatml.FAMILY,
-    mistral.FAMILY,
+    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.THINKING, kimi.FAMILY, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY,
+    chatml.QWEN3, chatml.FAMILY, mistral.FAMILY,
 )  # fmt: skip
 """In the order in which they are tried."""
 

@@ -29,7 +29,7 @@ class HarmonyFormat(BlockFormat):
         """A parser to be fed."""
         return HarmonyParser(self, max_calls)
 
-    def message(self, action: Action) -> Message:
+    def as_data(self, action: Action) -> Message:
         """The reasoning, what was said, and the calls as data: the template writes the channels itself."""
         said: list[str] = []
         thought: list[str] = []
@@ -98,4 +98,5 @@ FAMILY = Family(
     ends=("<|return|>", "<|call|>"),
     other_stops=("<|endoftext|>",),
     templated=True,
+    fields=True,
 )

@@ -1,6 +1,6 @@
-"""Kimi K2: `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section of calls.
+"""Kimi K2 and K2 Thinking: `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section of calls.
 
-Source: Moonshot's tool-call guidance for Kimi-K2 and its chat template. The id that the policy wrote is the call's id.
+Source: Moonshot's tool-call guidance for Kimi-K2 and the chat templates. The id that the policy wrote is the call's id.
 """
 
 from __future__ import annotations
@@ -38,3 +38,11 @@ class KimiFormat(BlockFormat):
 
 
 FAMILY = Family("kimi_k2", ("<|im_middle|>",), "kimi_k2", ends=("<|im_end|>",), other_stops=("[EOS]",))
+THINKING = Family(
+    "kimi_k2_thinking",
+    ("<|im_middle|>", "reasoning_content"),
+    "kimi_k2",
+    ends=("<|im_end|>",),
+    other_stops=("[EOS]",),
+    fields=True,
+)

@@ -41,10 +41,10 @@ class MistralFormat(BlockFormat):
         """Nine characters."""
         return f"call{index:05d}"
 
-    def message(self, action: Action) -> Message:
-        """With calls as data: the template pairs them with their results."""
+    def as_data(self, action: Action) -> Message:
+        """Calls as data: the template pairs them with their results."""
         if not action.calls:
-            return {"role": "assistant", "content": action.text}
+            return self.message(action)
         content = spoken(action.text).partition(self.open)[0]
         return {"role": "assistant", "content": content, "tool_calls": as_tool_calls(action)}
 
@@ -66,9 +66,9 @@ def nine_characters(messages: Sequence[Message]) -> list[Message]:
         if isinstance(m.get("tool_call_id"), str) and len(m["tool_call_id"]) < _LENGTH:
             m = {**m, "tool_call_id": m["tool_call_id"] + "0" * (_LENGTH - len(m["tool_call_id"]))}
         if m.get("tool_calls"):
-            m = {**m, "tool_calls": [{**c, "id": str(c.get("id") or "").ljust(_LENGTH, "0")} for c in m["tool_calls"]]}
+            m = {**m, "tool_calls": [{**c, "id": (c.get("id") or "").ljust(_LENGTH, "0")} for c in m["tool_calls"]]}
         out.append(m)
     return out
 
 
-FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",), adapt=nine_characters)
+FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",), fields=True, adapt=nine_characters)

@@ -21,6 +21,7 @@ from agentrl.types import Message
 
 PLACEHOLDER = "Placeholder7d1f"
 REASONING = "Reasoning3c9a"
+EARLIER = "Earlier8d2e"
 DUMMY_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -157,20 +158,19 @@ class Prover:
         return end, ((rest,) if rest else ()) + tuple(parts[last + 1 :])
 
     def _strips(self, history: Sequence[Message], messages: Sequence[Message], tools: Any) -> bool:
-        """Does the template drop the reasoning before the assistant's text once the messages follow?"""
-        stand_ins = stand_ins_of(messages)
-        plain = _filled(messages, stand_ins, None)
-        for before in assistants(plain):
-            for thought in (
-                {**before, "content": f"<think>\n{REASONING}\n</think>\n\n{before.get('content') or ''}"},
-                {**before, "reasoning_content": REASONING, "thinking": REASONING},
-            ):
+        """Does the template drop reasoning, of the last turn or of earlier ones, once the messages follow?"""
+        plain = _filled(messages, stand_ins_of(messages), None)
+        for think in (_thinking_in_content, _thinking_as_data):
+            earlier = [think(m, EARLIER) if m["role"] == "assistant" else m for m in history]
+            for before in assistants(plain):
+                last = think(before, REASONING)
                 try:
-                    alone = self._render([*history, thought], tools, generate=False)
-                    after = self._render([*history, thought, *plain], tools, generate=True)
+                    asked = self._render(earlier, tools, generate=True)
+                    alone = self._render([*earlier, last], tools, generate=False)
+                    after = self._render([*earlier, last, *plain], tools, generate=True)
                 except TemplateError:
                     continue
-                if REASONING in alone and REASONING not in after:
+                if (REASONING in alone and REASONING not in after) or (EARLIER in asked and EARLIER not in after):
                     return True
         return False
 
@@ -203,6 +203,14 @@ def _agree(found: Sequence[_Tail], messages: Sequence[Message], strips: bool) ->
         return Proof(None, first.end, None, strips, n)
     conditions = tuple(c for p in patterns for c in p.conditions)
     return Proof(None, first.end, Pattern(patterns[0].parts, tuple(dict.fromkeys(conditions))), strips, n)
+
+
+def _thinking_in_content(message: Message, thought: str) -> Message:
+    return {**message, "content": f"<think>\n{thought}\n</think>\n\n{message.get('content') or ''}"}
+
+
+def _thinking_as_data(message: Message, thought: str) -> Message:
+    return {**message, "reasoning_content": thought, "thinking": thought}
 
 
 def _filled(messages: Sequence[Message], stand_ins: Sequence[str], trace: Trace | None) -> list[Message]:

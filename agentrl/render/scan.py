@@ -62,6 +62,17 @@ class BlockFormat:
         """As the policy wrote it: calls are not serialised anew."""
         return {"role": "assistant", "content": action.text}
 
+    def as_data(self, action: Action) -> Message:
+        """For templates that tell calls and reasoning by their fields."""
+        parser = self.parser(len(action.calls))
+        parser.feed(action.text)
+        parser.finish(FinishReason.LENGTH)
+        message: Message = {"role": "assistant", "content": parser.visible.strip()}
+        thought = action.text.partition(_THINK_OPEN)[2].partition(_THINK_CLOSE)[0].strip()
+        if thought:
+            message["reasoning_content"] = thought
+        return {**message, "tool_calls": as_tool_calls(action)} if action.calls else message
+
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """Observations of these formats open a new turn."""
         raise TypeError(f"the {self.name} format is not inline")
@@ -81,6 +92,8 @@ class BlockParser:
         self.calls: list[ToolCall] = []
         """so far; a later `</think>` may show that they were thought, not made"""
         self.errors: list[ParseError] = []
+        self.visible = ""
+        """all but thinking and calls; known once it is finished"""
         self._opening = re.compile("|".join(map(re.escape, (_THINK_OPEN, _THINK_CLOSE, fmt.open))))
         self._longest = max(map(len, (_THINK_CLOSE, fmt.open, fmt.close or ""))) - 1
         self._seen = 0
@@ -103,6 +116,7 @@ class BlockParser:
         visible = "".join(self._visible)
         for marker in self._format.wrappers:
             visible = visible.replace(marker, "")
+        self.visible = visible
         if not self.calls and not self.errors and not cut:
             self._add(self._format.read_bare(visible) or [])
         answer = None if self.calls or self.errors or cut else answer_in(visible)

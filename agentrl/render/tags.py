@@ -66,6 +66,10 @@ class TagFormat:
         """As the policy wrote it."""
         return {"role": "assistant", "content": action.text}
 
+    def as_data(self, action: Action) -> Message:
+        """Tags are text to every template."""
+        return self.message(action)
+
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """Everything the environment says goes into one `<information>` block."""
         body = "\n".join(text_of(m) for m in messages)

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from agentrl.errors import TemplateError
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
+from agentrl.render.facts import QUESTION, prefill_of, written_ends
 from agentrl.render.images import Images, image_parts
 from agentrl.render.jinja import ChatTemplate
-from agentrl.render.proof import KINDS, PLACEHOLDER, Proof, Prover, kind_of
+from agentrl.render.proof import KINDS, Proof, Prover, kind_of
 from agentrl.render.scaffold import Scaffold, cut, merged
 from agentrl.render.shape import shape_of
 from agentrl.render.shield import Shield
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Action, FinishReason, Message, Provenance
 
-QUESTION = "Question5e21"
 GENERIC = Family("generic", (), "hermes")
 _CACHE = 4096
 
@@ -65,7 +65,7 @@ class Renderer:
         self._shield = Shield(tokenizer, raw_content)
         self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
         self._inline: dict[int, tuple[list[int], ...]] = {}
-        written = _written_ends(self._template, tokenizer, family, template_args, where)
+        written = written_ends(self._template, tokenizer, family, template_args, where)
         known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
         self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}
         """tokens that end an assistant's turn"""
@@ -77,7 +77,7 @@ class Renderer:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(tokenizer.added[t] for t in stops))
         """stop tokens for the engine"""
         self._last_ids = frozenset((*self.stop_token_ids, *self.ends.values()))
-        self.prefill = _prefill(self._template, family, template_args)
+        self.prefill = prefill_of(self._template, family, template_args)
         """what the template writes at the beginning of the assistant's turn in the policy's place: an open `<think>`"""
         self._prover = Prover(self._template, tuple(self.ends), template_args, family.adapt)
 
@@ -145,7 +145,7 @@ class Renderer:
 
     def message(self, action: Action) -> Message:
         """The policy's turn as a message of the conversation, for rendering it anew."""
-        return self.format.message(action)
+        return self.format.as_data(action) if self._family.fields else self.format.message(action)
 
     def said(self, message: Message) -> tuple[int, ...]:
         """The ids with which a policy would have said an assistant's message, its end token too: for data that was not sampled.
@@ -277,46 +277,6 @@ class Renderer:
         if key not in self._inline:
             self._inline[key] = self.tokenizer.encode(parts[0][0]), self.tokenizer.encode(parts[-1][0])
         return merged(cut(ids, *self._inline[key]))
-
-
-def _written_ends(
-    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any], where: str
-) -> list[str]:
-    """The added tokens that the template writes after an assistant's text, last in the conversation or not.
-
-    Raises:
-        TemplateError: none; or the template refuses the plainest conversation.
-    """
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}
-    found: list[str] = []
-    tail = ""
-    for conversation in ([user, assistant], [user, assistant, user]):
-        text = template.render(family.adapt(conversation), tools=None, generate=False, **args)
-        if PLACEHOLDER not in text:
-            raise TemplateError(f"{where}: its chat template leaves the assistant's text out")
-        tail = text.rpartition(PLACEHOLDER)[2]
-        match = tokenizer.pattern.search(tail)
-        if match is not None and not tail[: match.start()].strip():
-            found.append(match.group())
-    if not found:
-        missing = re.match(r"\s*(<\S+?>|\[\S+?\])", tail)
-        hint = f"; the tokenizer does not know {missing.group(1)!r} as a special token" if missing else ""
-        raise TemplateError(
-            f"{where}: its chat template does not end an assistant turn with a special token of its tokenizer (it ends with {tail[:40]!r}){hint}; "
-            "such a model cannot be rendered token-exactly"
-        )
-    return list(dict.fromkeys(found))
-
-
-def _prefill(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> str:
-    """The open `<think>` with which the template begins the assistant's turn, if it does."""
-    user, assistant = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": PLACEHOLDER}
-    asked = template.render(family.adapt([user]), tools=None, generate=True, **args).rpartition(QUESTION)[2]
-    whole = template.render(family.adapt([user, assistant, user]), tools=None, generate=False, **args)
-    header = whole.partition(QUESTION)[2].partition(PLACEHOLDER)[0]
-    added = asked.removeprefix(header) if asked.startswith(header) else asked
-    at = added.rfind("<think>")
-    return added[at:] if at >= 0 and "</think>" not in added[at:] else ""
 
 
 def strip_control(text: str) -> str:

@@ -164,6 +164,8 @@ MODELS: tuple[Model, ...] = (
     Model("deepseek", "deepseekv3", _DEEPSEEK, _THINK, call=_v3, say=lambda t: f"so</think>{t}", **_DS),
     Model("deepseek_v31", "./deepseek_v31", _DEEPSEEK, _THINK, call=_v31, family="deepseek", **_DS),
     Model("kimi_k2", "./kimi_k2", _KIMI, _KIMI_TAGS, bos="[BOS]", eos="[EOS]", end="<|im_end|>", call=_kimi),
+    Model("kimi_k2_thinking", "./kimi_k2_thinking", _KIMI, f"{_KIMI_TAGS} {_THINK}", bos="[BOS]", eos="[EOS]", end="<|im_end|>",
+          call=lambda n, q: f"<think>so</think>{_kimi(n, q)}", say=lambda t: f"<think>so</think>{t}"),
     Model("gpt_oss", "gptoss", _HARMONY, bos="<|startoftext|>", eos="<|return|>", end="<|return|>", call_end="<|call|>",
           call=_harmony, say=_final, roles=_NO_SYSTEM),
     Model("gemma3", "gemma3", _GEMMA, bos="<bos>", eos="<eos>", end="<end_of_turn>", call=_pythonic, roles=_NO_SYSTEM),

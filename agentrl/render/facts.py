@@ -1,0 +1,55 @@
+"""What is read off a template before anything else: how a turn ends, and what is written into it in the policy's place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.errors import TemplateError
+from agentrl.render.base import Family
+from agentrl.render.jinja import ChatTemplate
+from agentrl.render.proof import PLACEHOLDER
+from agentrl.render.tokenizer import Tokenizer
+
+QUESTION = "Question5e21"
+
+
+def written_ends(
+    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any], where: str
+) -> list[str]:
+    """The added tokens that the template writes after an assistant's text, last in the conversation or not.
+
+    Raises:
+        TemplateError: none; or the template refuses the plainest conversation.
+    """
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}
+    found: list[str] = []
+    tail = ""
+    for conversation in ([user, assistant], [user, assistant, user]):
+        text = template.render(family.adapt(conversation), tools=None, generate=False, **args)
+        if PLACEHOLDER not in text:
+            raise TemplateError(f"{where}: its chat template leaves the assistant's text out")
+        tail = text.rpartition(PLACEHOLDER)[2]
+        match = tokenizer.pattern.search(tail)
+        if match is not None and not tail[: match.start()].strip():
+            found.append(match.group())
+    if not found:
+        missing = re.match(r"\s*(<\S+?>|\[\S+?\])", tail)
+        hint = f"; the tokenizer does not know {missing.group(1)!r} as a special token" if missing else ""
+        raise TemplateError(
+            f"{where}: its chat template does not end an assistant turn with a special token of its tokenizer (it ends with {tail[:40]!r}){hint}; "
+            "such a model cannot be rendered token-exactly"
+        )
+    return list(dict.fromkeys(found))
+
+
+def prefill_of(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> str:
+    """The open `<think>` with which the template begins the assistant's turn, if it does."""
+    user, assistant = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": PLACEHOLDER}
+    asked = template.render(family.adapt([user]), tools=None, generate=True, **args).rpartition(QUESTION)[2]
+    whole = template.render(family.adapt([user, assistant, user]), tools=None, generate=False, **args)
+    header = whole.partition(QUESTION)[2].partition(PLACEHOLDER)[0]
+    added = asked.removeprefix(header) if asked.startswith(header) else asked
+    at = added.rfind("<think>")
+    return added[at:] if at >= 0 and "</think>" not in added[at:] else ""
