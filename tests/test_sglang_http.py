@@ -459,3 +459,36 @@ async def test_an_end_token_that_is_ignored_while_others_count(engine, double):
     assert [len(b["input_ids"]) for b in double.bodies] == [1, 6]
     g = await engine.generate([45], SamplingParams(5, ignore_eos=True, stop_token_ids=(60,)), session="a")
     assert (g.ids, g.finish_reason, g.matched_stop) == ((46, 47, 48, 49, 50), FinishReason.LENGTH, None)
+
+
+async def test_memory_is_released_and_resumed_by_tags(double, monkeypatch):
+    asked = []
+
+    async def note(request, body):
+        from aiohttp import web
+
+        asked.append((request.path, body["tags"]))
+        return web.json_response({})
+
+    monkeypatch.setattr(double, "release_memory_occupation", note, raising=False)
+    monkeypatch.setattr(double, "resume_memory_occupation", note, raising=False)
+    engine = SGLangEngine(double.address)
+    await engine.start()
+    engine._facts = ServerFacts("0.5.23", "cuda", 1, True, False, True, False, 256)
+    await engine.wake()
+    assert asked == []
+    await engine.sleep(("kv_cache", "weights"))
+    with pytest.raises(EngineFailure, match="wake"):
+        await engine.generate([1], FIVE, session="a")
+    await engine.wake(("weights",), ready=False)
+    with pytest.raises(EngineFailure, match="wake"):
+        await engine.generate([1], FIVE, session="a")
+    await engine.wake(("kv_cache",))
+    await engine.wake(("kv_cache",))
+    assert (await engine.generate([1], FIVE, session="a")).ids
+    assert asked == [
+        ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache"]),
+    ]
+    await engine.close()

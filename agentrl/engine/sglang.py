@@ -250,7 +250,9 @@ class SGLangEngine:
 
     async def wake(self, tags: Sequence[str] = KEPT_WEIGHTS, *, ready: bool = True) -> None:
         """Take memory of these tags back; `ready`: generations may come again."""
-        if self.facts.memory_saver and self._asleep:
+        if not self._asleep:
+            return
+        if self.facts.memory_saver:
             await self._call("/resume_memory_occupation", {"tags": list(tags)})
         self._asleep = not ready
 

@@ -43,10 +43,10 @@ class ColocatedSync(WeightSync):
     async def update(self, trainer: Any, engine: Engine, policy_version: int) -> None:
         """Wake the weights' memory, send, leave the card, wake the rest, verify."""
         fleet = require_fleet(engine)
-        await self._onload(trainer)
 
         async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
             failed: dict[str, str] = {}
+            await self._onload(trainer)
             if self.lent:
                 await on_each(engines, failed, lambda e: e.wake(("weights",), ready=False))
             await on_each(engines, failed, lambda e: e.begin_weights(bracket=True))
