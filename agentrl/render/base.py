@@ -25,6 +25,16 @@ class Delta:
         return sum(len(ids) for _, ids in self.pieces)
 
 
+class ActionParser(Protocol):
+    """Reads one generation in pieces."""
+
+    def feed(self, text: str) -> None:
+        """The next piece."""
+
+    def finish(self, finish_reason: FinishReason) -> Action:
+        """The action, now that nothing follows. The same as `parse` of the whole."""
+
+
 class ActionFormat(Protocol):
     """How a policy writes its actions, and how observations come back."""
 
@@ -43,6 +53,9 @@ class ActionFormat(Protocol):
     @property
     def needs_tools(self) -> bool:
         """The chat template is given the tools' schemas."""
+
+    def parser(self, max_calls: int) -> ActionParser:
+        """A parser to be fed."""
 
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
         """Read one generation (without its end token). Total: any text gives an Action, never an exception.

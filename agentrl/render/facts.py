@@ -13,6 +13,7 @@ from agentrl.render.proof import PLACEHOLDER
 from agentrl.render.tokenizer import Tokenizer
 
 QUESTION = "Question5e21"
+_CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
 
 
 def written_ends(
@@ -53,3 +54,21 @@ def prefill_of(template: ChatTemplate, family: Family, args: Mapping[str, Any]) 
     added = asked.removeprefix(header) if asked.startswith(header) else asked
     at = added.rfind("<think>")
     return added[at:] if at >= 0 and "</think>" not in added[at:] else ""
+
+
+def check_tokens(
+    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any], where: str
+) -> None:
+    """Refuse a tokenizer that lacks control tokens which a known family's template writes: headers would be text that content can fake.
+
+    Raises:
+        TemplateError: it lacks some; they are named.
+    """
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    text = template.render(family.adapt([user, assistant, user]), tools=None, generate=True, **args)
+    missing = [t for t in dict.fromkeys(_CONTROL.findall(text)) if t not in tokenizer.added]
+    if missing and family.marks:
+        raise TemplateError(
+            f"{where}: its chat template ({family.name}) writes {', '.join(missing)}, which its tokenizer does not know as special "
+            "tokens; add them to the tokenizer (added_tokens in tokenizer.json), or take the tokenizer that belongs to the template"
+        )

@@ -197,6 +197,23 @@ class BlockParser:
                 self.calls.append(ToolCall(item[0], item[1], item[2] or self._format.call_id(len(self.calls))))
 
 
+class TextParser:
+    """For formats that are read as a whole: collects, and reads at the end."""
+
+    def __init__(self, parse: Callable[[str, FinishReason, int], Action], max_calls: int) -> None:
+        self._parse = parse
+        self._max_calls = max_calls
+        self._pieces: list[str] = []
+
+    def feed(self, text: str) -> None:
+        """The next piece."""
+        self._pieces.append(text)
+
+    def finish(self, finish_reason: FinishReason) -> Action:
+        """The action, now that nothing follows."""
+        return self._parse("".join(self._pieces), finish_reason, self._max_calls)
+
+
 def answer_in(visible: str) -> str:
     """The text of an answer tag, else all that was said."""
     found = _ANSWER.findall(visible)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.render.scan import TextParser
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
 
 _THINK = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
@@ -28,6 +29,10 @@ class TagFormat:
     def stop(self) -> tuple[str, ...]:
         """The closing tags."""
         return tuple(f"</{t}>" for t in (*self.calls, self.answer_tag))
+
+    def parser(self, max_calls: int) -> TextParser:
+        """A parser to be fed."""
+        return TextParser(self.parse, max_calls)
 
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
         """Tags outside thinking, in order; an answer ends the reading."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from agentrl.errors import TemplateError
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
-from agentrl.render.facts import QUESTION, prefill_of, written_ends
+from agentrl.render.facts import QUESTION, check_tokens, prefill_of, written_ends
 from agentrl.render.images import Images, image_parts
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.proof import KINDS, Proof, Prover, kind_of
@@ -65,6 +65,7 @@ class Renderer:
         self._shield = Shield(tokenizer, raw_content)
         self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
         self._inline: dict[int, tuple[list[int], ...]] = {}
+        check_tokens(self._template, tokenizer, family, template_args, where)
         written = written_ends(self._template, tokenizer, family, template_args, where)
         known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
         self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}

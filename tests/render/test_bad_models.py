@@ -1,6 +1,7 @@
 """Models that cannot be rendered are refused before the first episode, by name."""
 
 import dataclasses
+import re
 
 import pytest
 import tokenizers
@@ -44,9 +45,16 @@ def test_templates(template, message):
         make_renderer(model(template), where="models/tiny")
 
 
-def test_a_tokenizer_without_the_templates_tokens():
-    with pytest.raises(TemplateError, match=r"does not know '<\|im_end\|>' as a special token"):
-        make_renderer(model(CHATML, special=("<|im_start|>",)))
+@pytest.mark.parametrize("there", ["<|im_start|>", "<|im_end|>"])
+def test_a_tokenizer_without_the_templates_tokens(there):
+    (missing,) = {"<|im_start|>", "<|im_end|>"} - {there}
+    with pytest.raises(TemplateError, match=re.escape(f"writes {missing}, which its tokenizer does not know")):
+        make_renderer(model(CHATML, special=(there,)))
+
+
+def test_markers_that_are_text_are_the_business_of_a_template_of_no_known_family():
+    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    assert make_renderer(model(template, special=("</s>",))).end_id
 
 
 def test_a_role_that_the_template_does_not_know():

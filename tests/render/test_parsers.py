@@ -58,8 +58,6 @@ def mutated(draw):
 
 def check_any(name, text, finish, cuts):
     action = total(name, text, finish)
-    if not hasattr(FORMATS[name], "parser"):
-        return
     parser = FORMATS[name].parser(4)
     places = sorted({min(c, len(text)) for c in cuts})
     for a, b in zip([0, *places], [*places, len(text)], strict=True):
