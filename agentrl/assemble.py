@@ -148,6 +148,7 @@ class Parts:
             dtype=c.model.dtype,
             reference=reference,
             run_dir=run_dir,
+            threads=c.engine.threads,
         )
 
     def tasks(self, split: str) -> list[Task]:

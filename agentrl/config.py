@@ -198,8 +198,8 @@ class TrainSettings:
 class EvalSettings:
     """Held-out evaluation."""
 
-    eval_interval: int | None = 20
-    """rollouts between evaluations, also before the first and after the last; None: never"""
+    eval_interval: int = 20
+    """rollouts between evaluations, also before the first and after the last; 0: never"""
     eval_prompt_data: tuple[str, ...] = ()
     """NAME PATH pairs; empty: the environment's split 'test'"""
     n_samples_per_eval_prompt: int = 1
