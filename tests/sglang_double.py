@@ -34,6 +34,7 @@ class Double:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     device: str = "cuda"
     eos: tuple[int, ...] = ()
+    cached: int = 1
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -146,12 +147,11 @@ class Double:
         gone.cancel()
         work.cancel()
         ids = self.answer(body) if finished else []
-        length = (
-            {"type": "stop", "matched": ids[-1]}
-            if ids and ids[-1] in self.eos
-            else {"type": "length", "length": len(ids)}
-        )
-        reason = length if finished else {"type": "abort", "message": "aborted"}
+        params = body["sampling_params"]
+        stops = {*params.get("stop_token_ids", ()), *(() if params.get("ignore_eos") else self.eos)}
+        at_end = bool(ids) and ids[-1] in stops
+        ended = {"type": "stop", "matched": ids[-1]} if at_end else {"type": "length", "length": len(ids)}
+        reason = ended if finished else {"type": "abort", "message": "aborted"}
         pairs = [[-0.5, i, None] for i in ids]
         scores = [[None, i, None] if n == 0 else [-0.5, i, None] for n, i in enumerate(body["input_ids"])]
         meta = {
@@ -159,7 +159,7 @@ class Double:
             "finish_reason": reason,
             "output_token_logprobs": pairs,
             "weight_version": version,
-            "cached_tokens": 1,
+            "cached_tokens": self.cached,
         }
         return web.json_response({"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}})
 
