@@ -85,7 +85,7 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
         "--tensorboard",
         "false",
         "--eval-interval",
-        "none",
+        "0",
     ]
     assert await asyncio.to_thread(main, list(map(str, words))) == 0
     assert [sorted(r.source[0] for r in rows) for rows in trainer.fed] == [
