@@ -12,8 +12,8 @@ from agentrl.engine.base import Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.types import FinishReason
 
-TESTED = ("0.5.17", "0.5.23")
-"""on GPU; on CPU"""
+TESTED = ("0.5.23",)
+"""on a CPU; what 0.5.17 does otherwise (no brackets around weight updates) is known and followed, but no whole run was made on it"""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
