@@ -14,7 +14,12 @@ from agentrl.train.rows import make_rows
 
 
 def episodes():
-    one = [span(PROMPT, (1, 2), -1), span(SAMPLED, (3, 4)), span(OBSERVATION, (5,)), span(SAMPLED, (6,), 1, temperature=0.7)]
+    one = [
+        span(PROMPT, (1, 2), -1),
+        span(SAMPLED, (3, 4)),
+        span(OBSERVATION, (5,)),
+        span(SAMPLED, (6,), 1, temperature=0.7),
+    ]
     two = [span(PROMPT, (1, 2, 3), -1), span(SAMPLED, (9, 8, 7), temperature=0.7)]
     return [trajectory([one, two], index=0, score=1.0), trajectory([two], index=1, score=0.25)]
 
