@@ -17,7 +17,7 @@ export UV_FIND_LINKS ?= $(subst $(eval) ,$(comma),$(PIP_FIND_LINKS))
 export MPLBACKEND ?= Agg
 comma := ,
 
-.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type bench clean
+.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type bench bench-train clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -58,7 +58,7 @@ lock: setup ## bring requirements.lock up to date with pyproject.toml; pins that
 		-c <(echo "$$torch") -o requirements.lock
 	sed -i -E '/^ +#   -c /d; s/^(torch==[0-9.]+)\+.*/\1/' requirements.lock
 
-train: setup ## train the example on this machine; ARGS='--n-rollouts 5' overrides its settings
+train: setup ## train the example on this machine; ARGS='--num-rollout 5' overrides its settings
 	@exec $(BIN)/agentrl train --config $(CONFIG) $(ARGS)
 
 test: setup ## the tests that take seconds; ARGS='-k pool'
@@ -79,8 +79,12 @@ fmt: setup ## let ruff put right what it can
 type: setup ## mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## benchmarks on this machine
-	@exec $(BIN)/agentrl bench $(ARGS)
+bench: setup ## benchmarks on this machine: the local engine, rendering
+	@$(BIN)/python benchmarks/local_engine.py $(ARGS)
+	$(BIN)/python benchmarks/render.py
+
+bench-train: setup ## the example with three seeds, and with a reward of noise (half an hour); writes benchmarks/results/search_r1_cpu.*
+	@exec $(BIN)/python benchmarks/search_r1.py $(ARGS)
 
 clean: ## remove what was built, the virtual environment included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache

@@ -48,14 +48,17 @@ def model_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        raise ConfigError(f"--hf-checkpoint {name}: no such folder, and the hub does not give it: {str(e).splitlines()[0]}") from e
+        raise ConfigError(
+            f"--hf-checkpoint {name}: no such folder, and the hub does not give it: {str(e).splitlines()[0]}"
+        ) from e
 
 
 class Parts:
     """Everything that rollouts need, built once from the settings."""
 
     def __init__(self, config: Config) -> None:
-        """
+        """Resolve and check everything; nothing is started.
+
         Raises:
             UsageError: a name, a file, a template or an argument that cannot work.
         """
@@ -97,9 +100,18 @@ class Parts:
     def runner(self, engine: Engine, *, temperature: float, seed: int) -> EpisodeRunner:
         """A runner of this environment on an engine."""
         r = self.config.rollout
-        sampling = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k)
+        sampling = SamplingParams(
+            max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
+        )
         return EpisodeRunner(
-            self.make_env, self.env_class, engine, self.renderer, self.scorer, limits=self.limits(), sampling=sampling, seed=seed
+            self.make_env,
+            self.env_class,
+            engine,
+            self.renderer,
+            self.scorer,
+            limits=self.limits(),
+            sampling=sampling,
+            seed=seed,
         )
 
     def engine(self, run_dir: Path | None = None) -> Engine:
@@ -132,7 +144,9 @@ class Parts:
             return DiskSync()
         if kind == "split":
             return SplitSync(bucket_bytes=e.update_weight_buffer_size)
-        return ColocatedSync(bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers))
+        return ColocatedSync(
+            bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
+        )
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Any:
         """The trainer's ranks, started (takes seconds: imports torch and megatron in every rank)."""
@@ -210,8 +224,12 @@ class Parts:
         own = int(model.get("max_position_embeddings", 0)) or None
         asked = self.config.rollout.rollout_max_context_len
         if asked and own and asked > own:
-            raise ConfigError(f"--rollout-max-context-len {asked} is more than the model's {own} positions ({self.folder})")
+            raise ConfigError(
+                f"--rollout-max-context-len {asked} is more than the model's {own} positions ({self.folder})"
+            )
         length = asked or own
         if length is None:
-            raise ConfigError(f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len")
+            raise ConfigError(
+                f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len"
+            )
         return length

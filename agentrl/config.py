@@ -413,16 +413,35 @@ def check(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     e = config.engine
-    if e.rollout_num_gpus_per_engine < 1 or (e.rollout_num_gpus is not None and e.rollout_num_gpus < 1) or e.update_weight_buffer_size < 1:
-        raise ConfigError("--rollout-num-gpus, --rollout-num-gpus-per-engine and --update-weight-buffer-size must be at least 1")
+    if (
+        e.rollout_num_gpus_per_engine < 1
+        or (e.rollout_num_gpus is not None and e.rollout_num_gpus < 1)
+        or e.update_weight_buffer_size < 1
+    ):
+        raise ConfigError(
+            "--rollout-num-gpus, --rollout-num-gpus-per-engine and --update-weight-buffer-size must be at least 1"
+        )
     if e.engine == "sglang":
         if e.colocate and e.weight_sync == "split":
-            raise ConfigError("--weight-sync split needs cards of the engines' own; with --colocate use colocated or disk")
+            raise ConfigError(
+                "--weight-sync split needs cards of the engines' own; with --colocate use colocated or disk"
+            )
         if e.rollout_external_engine_addrs and e.colocate:
-            raise ConfigError("--colocate needs servers that are started here; leave out --rollout-external-engine-addrs")
+            raise ConfigError(
+                "--colocate needs servers that are started here; leave out --rollout-external-engine-addrs"
+            )
         return
-    ours = ("colocate", "weight_sync", "rollout_num_gpus", "rollout_external_engine_addrs", "engine_python", "engine_pythonpath")
-    given = [f"--{name.replace('_', '-')}" for name in ours if getattr(e, name)] + [f"--sglang-{k.replace('_', '-')}" for k in config.sglang]
+    ours = (
+        "colocate",
+        "weight_sync",
+        "rollout_num_gpus",
+        "rollout_external_engine_addrs",
+        "engine_python",
+        "engine_pythonpath",
+    )
+    given = [f"--{name.replace('_', '-')}" for name in ours if getattr(e, name)] + [
+        f"--sglang-{k.replace('_', '-')}" for k in config.sglang
+    ]
     if given:
         raise ConfigError(f"{given[0]} needs --engine sglang (the engine is {e.engine})")
 

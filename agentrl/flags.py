@@ -1,5 +1,7 @@
-"""Command-line flags in three families: our own (one for each field of config.py), Megatron's by their own names, and those of slime
-that mean something else here or do not exist yet, which are refused by name."""
+"""Command-line flags in three families: our own, one for each field of config.py; Megatron's, by their own names; and slime's.
+
+Those of slime that mean something else here, or do not exist yet, are refused by name with what to use instead.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ REFUSED = {
     "streaming-data": "data files are read whole",
     "num-data-workers": "data files are read whole",
     "debug-rollout-only": "use `agentrl rollout`",
-    "debug-train-only": "use `agentrl sft EPISODES`",
+    "debug-train-only": "use `agentrl train --train-only RUN`",
     "save-debug-rollout-data": "every episode is recorded in the run folder",
-    "load-debug-rollout-data": "use `agentrl sft EPISODES`",
+    "load-debug-rollout-data": "use `agentrl train --train-only RUN`",
 }
 """slime's flags that are not taken, and what to use"""
 
@@ -50,7 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         docs = field_docs(cls)
         for f in fields(cls):
             kind = hints[f.name]
-            options: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(docs.get(f.name, ""), f)}
+            options: dict[str, Any] = {
+                "dest": f.name,
+                "default": argparse.SUPPRESS,
+                "help": _help(docs.get(f.name, ""), f),
+            }
             if kind is bool:
                 options |= {"nargs": "?", "const": True, "metavar": "true|false"}
             elif typing.get_origin(kind) is tuple:
@@ -146,13 +152,22 @@ def field_docs(cls: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     docs = {}
     for item, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
             docs[item.target.id] = str(after.value.value)
     return docs
 
 
 def _help(doc: str, f: Any) -> str:
-    default = "" if f.default in (None, ()) or not isinstance(f.default, (str, int, float, bool)) else f" (default {f.default})"
+    default = (
+        ""
+        if f.default in (None, ()) or not isinstance(f.default, (str, int, float, bool))
+        else f" (default {f.default})"
+    )
     return (doc + default).replace("%", "%%") or "see the documentation"
 
 

@@ -55,7 +55,8 @@ class Job:
     """The parts of a run and where it stands."""
 
     def __init__(self, config: Config, resume: Path | None, out: Print) -> None:
-        """
+        """Check everything, then make the run folder.
+
         Raises:
             UsageError: whatever cannot work, before anything starts.
         """
@@ -93,7 +94,9 @@ class Job:
 
     async def start(self) -> None:
         """Start trainer and engine side by side; with a checkpoint, take its weights."""
-        self.out(f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks")
+        self.out(
+            f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks"
+        )
         reference = self.config.train.use_kl_loss
         self.trainer, _ = await asyncio.gather(
             asyncio.to_thread(self.parts.trainer, self.folder.path, reference=reference), self.engine.start()
@@ -109,7 +112,9 @@ class Job:
         """Episodes for this step, recorded in the order of their ordinals."""
         started = time.perf_counter()
         specs = self.source.get_samples(self.config.rollout.rollout_batch_size)
-        groups, table = await self._episodes(specs, self.config.rollout.rollout_temperature, self.config.run.seed, {"step": step, "split": "train"})
+        groups, table = await self._episodes(
+            specs, self.config.rollout.rollout_temperature, self.config.run.seed, {"step": step, "split": "train"}
+        )
         self.seconds = {"rollout_s": time.perf_counter() - started}
         self.row = rollout_metrics(groups, table)
         self.report.count(groups, table)
@@ -123,15 +128,23 @@ class Job:
         advantages = group_advantages(groups, t.advantage_estimator, self.config.env.truncated_episodes)
         samples = [s for g in groups for trajectory in g.trajectories for s in to_samples(trajectory)]
         lr = learning_rate(self.config, self.step)
-        steps = [rows for part in split_steps(samples, self.config.rollout.num_steps_per_rollout) if (rows := self._rows(part, advantages))]
+        steps = [
+            rows
+            for part in split_steps(samples, self.config.rollout.num_steps_per_rollout)
+            if (rows := self._rows(part, advantages))
+        ]
         steps = await self._with_log_probs(steps)
         done = []
         for rows in steps:
             done.append(await asyncio.to_thread(self.trainer.step, rows, self._loss(), lr))
             self.optimizer_step += 1
-            record = step_record(rows, self.trainer, step=self.step, optimizer_step=self.optimizer_step, loss=asdict(self._loss()), lr=lr)
+            record = step_record(
+                rows, self.trainer, step=self.step, optimizer_step=self.optimizer_step, loss=asdict(self._loss()), lr=lr
+            )
             self.folder.episodes.write_step(**record, metrics=done[-1])
-        self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {f"train/{k}": v for k, v in flatten(done).items()}
+        self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {
+            f"train/{k}": v for k, v in flatten(done).items()
+        }
         self.seconds["train_s"] = time.perf_counter() - started
 
     async def sync(self) -> None:
@@ -163,7 +176,9 @@ class Job:
             prefix = f"eval/{name}/{step}/"
             specs = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
             seed = derive_seed(self.config.run.seed, "eval", name)
-            groups, table = await self._episodes(specs, settings.eval_temperature, seed, {"step": step, "split": f"eval/{name}"})
+            groups, table = await self._episodes(
+                specs, settings.eval_temperature, seed, {"step": step, "split": f"eval/{name}"}
+            )
             row = eval_metrics(name, groups)
             self.folder.metrics.write({"step": step, **row})
             seconds = time.perf_counter() - started
@@ -266,14 +281,24 @@ class Job:
         t = self.config.train
         for need, name, reference in ((len(steps) > 1, "old_log_probs", False), (t.use_kl_loss, "ref_log_probs", True)):
             if need:
-                found = [await asyncio.to_thread(self.trainer.log_probs, rows, reference=reference, trained_only=True) for rows in steps]
-                steps = [[replace(r, **{name: lp}) for r, lp in zip(rows, lps, strict=True)] for rows, lps in zip(steps, found, strict=True)]
+                found = [
+                    await asyncio.to_thread(self.trainer.log_probs, rows, reference=reference, trained_only=True)
+                    for rows in steps
+                ]
+                steps = [
+                    [replace(r, **{name: lp}) for r, lp in zip(rows, lps, strict=True)]
+                    for rows, lps in zip(steps, found, strict=True)
+                ]
         return steps
 
     def _restore(self, state: dict[str, Any]) -> None:
         if not state:
             return
-        self.step, self.policy_version, self.optimizer_step = state["step"], state["policy_version"], state["optimizer_step"]
+        self.step, self.policy_version, self.optimizer_step = (
+            state["step"],
+            state["policy_version"],
+            state["optimizer_step"],
+        )
         self.source.load_state_dict(state["source"])
         self.report.load_state_dict(state["report"])
 
@@ -284,5 +309,7 @@ def learning_rate(config: Config, step: int) -> float:
     if step < t.lr_warmup_rollouts:
         return t.lr * (step + 1) / t.lr_warmup_rollouts
     done = (step - t.lr_warmup_rollouts) / max(1, total - t.lr_warmup_rollouts)
-    factor = {"constant": 1.0, "linear": 1 - 0.9 * done, "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * done))}[t.lr_decay_style]
+    factor = {"constant": 1.0, "linear": 1 - 0.9 * done, "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * done))}[
+        t.lr_decay_style
+    ]
     return t.lr * factor

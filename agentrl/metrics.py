@@ -14,7 +14,12 @@ from agentrl.types import Group, Status, Trajectory
 def rollout_metrics(groups: Sequence[Group], table: CauseTable) -> dict[str, float]:
     """Means over the episodes that stand, and counts of the rest."""
     done = [t for g in groups for t in g.trajectories]
-    out: dict[str, float] = {"episodes": len(done), "failures": table.failures, "retried": table.retried, "dropped_groups": table.dropped_groups}
+    out: dict[str, float] = {
+        "episodes": len(done),
+        "failures": table.failures,
+        "retried": table.retried,
+        "dropped_groups": table.dropped_groups,
+    }
     out["exactness_violations"] = exactness_violations(done)
     out |= {f"stop/{reason}": n for reason, n in table.by_reason().items()}
     if not done:

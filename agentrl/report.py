@@ -24,7 +24,9 @@ class Report:
         self.rewards: list[tuple[int, float]] = []
         self.evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
         self.table = CauseTable()
-        self.totals: dict[str, float] = dict.fromkeys(("episodes", "turns", "exactness_violations", "rollout_s", "train_s", "sync_s", "eval_s", "wall_s"), 0.0)
+        self.totals: dict[str, float] = dict.fromkeys(
+            ("episodes", "turns", "exactness_violations", "rollout_s", "train_s", "sync_s", "eval_s", "wall_s"), 0.0
+        )
         self._since = time.perf_counter()
         self._last: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
         self._board: Any = None
@@ -62,10 +64,20 @@ class Report:
     def line(self, step: int) -> str:
         """One line for the rollout just finished."""
         row, seconds = self._last
-        parts = [f"rollout {step + 1:>4}", f"reward {row.get('reward', float('nan')):.3f}", f"turns {row.get('turns', 0):.2f}"]
-        parts += [f"tokens {row.get('sampled_tokens', 0):.0f}/{row.get('total_tokens', 0):.0f}", f"rows {row['train/rows']:.0f}"]
+        parts = [
+            f"rollout {step + 1:>4}",
+            f"reward {row.get('reward', float('nan')):.3f}",
+            f"turns {row.get('turns', 0):.2f}",
+        ]
+        parts += [
+            f"tokens {row.get('sampled_tokens', 0):.0f}/{row.get('total_tokens', 0):.0f}",
+            f"rows {row['train/rows']:.0f}",
+        ]
         if "train/grad_norm" in row:
-            parts += [f"grad {row['train/grad_norm']:.2f}", f"|engine-trainer| {row.get('train/rollout_log_prob_diff_max', 0):.1e}"]
+            parts += [
+                f"grad {row['train/grad_norm']:.2f}",
+                f"|engine-trainer| {row.get('train/rollout_log_prob_diff_max', 0):.1e}",
+            ]
         parts += [f"{name[:-2]} {value:.1f} s" for name, value in seconds.items()]
         if row["failures"]:
             parts.append(f"FAILURES {row['failures']:.0f}")
@@ -83,7 +95,12 @@ class Report:
 
     def summary(self, config: Config) -> dict[str, Any]:
         """What goes into summary.json."""
-        out: dict[str, Any] = {"env": config.env.env, "model": config.model.hf_checkpoint, "seed": config.run.seed, "steps": len(self.rewards)}
+        out: dict[str, Any] = {
+            "env": config.env.env,
+            "model": config.model.hf_checkpoint,
+            "seed": config.run.seed,
+            "steps": len(self.rewards),
+        }
         for name, rows in self.evals.items():
             prefix = "eval" if name == "test" or len(self.evals) == 1 else f"eval_{name}"
             for key in rows[0][1]:
@@ -93,11 +110,19 @@ class Report:
         if self.rewards:
             n = max(1, min(5, len(self.rewards) // 2))
             means = [r for _, r in self.rewards]
-            out |= {"train_reward_first": sum(means[:n]) / n, "train_reward_last": sum(means[-n:]) / n, "train_reward_window": n}
+            out |= {
+                "train_reward_first": sum(means[:n]) / n,
+                "train_reward_last": sum(means[-n:]) / n,
+                "train_reward_window": n,
+            }
         whole = {"episodes", "turns", "exactness_violations"}
         totals = {**self.totals, "wall_s": self._wall()}
         out |= {k: int(v) if k in whole else round(v, 2) for k, v in totals.items()}
-        return out | {"stop_reasons": self.table.by_reason(), "failures": self.table.failures, "retried": self.table.retried}
+        return out | {
+            "stop_reasons": self.table.by_reason(),
+            "failures": self.table.failures,
+            "retried": self.table.retried,
+        }
 
     def finish(self, folder: Path, config: Config) -> None:
         """Write summary.json and draw curve.png."""
@@ -112,8 +137,12 @@ class Report:
             points = "  ".join(f"{step}: {row[key]:.3f}" for step, row in rows if key in row)
             lines.append(f"eval {name} {key} by rollout  {points}")
         if self.rewards:
-            lines.append(f"training reward  {spark([r for _, r in self.rewards])}  {self.rewards[0][1]:.3f} -> {self.rewards[-1][1]:.3f}")
-        lines.append(f"{self.totals['episodes']:.0f} episodes, {self.totals['exactness_violations']:.0f} exactness violations; curve and summary in {folder}")
+            lines.append(
+                f"training reward  {spark([r for _, r in self.rewards])}  {self.rewards[0][1]:.3f} -> {self.rewards[-1][1]:.3f}"
+            )
+        lines.append(
+            f"{self.totals['episodes']:.0f} episodes, {self.totals['exactness_violations']:.0f} exactness violations; curve and summary in {folder}"
+        )
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -159,7 +188,12 @@ def spark(values: Sequence[float], width: int = 60) -> str:
     return "".join(blocks[int((v - low) / (high - low) * 7.999)] if high > low else blocks[0] for v in picked)
 
 
-def draw_curve(path: Path, rewards: Sequence[tuple[int, float]], evals: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]], config: Config) -> None:
+def draw_curve(
+    path: Path,
+    rewards: Sequence[tuple[int, float]],
+    evals: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]],
+    config: Config,
+) -> None:
     """Training reward and held-out scores over rollouts, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -168,11 +202,19 @@ def draw_curve(path: Path, rewards: Sequence[tuple[int, float]], evals: Mapping[
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if rewards:
-        axes.plot([s + 1 for s, _ in rewards], [r for _, r in rewards], color="#9db4c8", linewidth=1, label="training reward (temperature 1)")
+        axes.plot(
+            [s + 1 for s, _ in rewards],
+            [r for _, r in rewards],
+            color="#9db4c8",
+            linewidth=1,
+            label="training reward (temperature 1)",
+        )
     for name, rows in evals.items():
         key = "em" if any("em" in row for _, row in rows) else "reward"
         points = [(s, row[key]) for s, row in rows if key in row]
-        axes.plot([s for s, _ in points], [v for _, v in points], marker="o", linewidth=2, label=f"held-out {key} ({name})")
+        axes.plot(
+            [s for s, _ in points], [v for _, v in points], marker="o", linewidth=2, label=f"held-out {key} ({name})"
+        )
     axes.set_xlabel("rollouts")
     axes.set_ylabel("reward")
     axes.set_ylim(bottom=0)

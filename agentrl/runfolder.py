@@ -74,9 +74,11 @@ class RunFolder:
         """
         path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.env.env)
         if path.exists():
-            raise ConfigError(f"the run folder {path} exists already; choose another with --run, or go on with it: agentrl train --resume {path}")
+            raise ConfigError(
+                f"the run folder {path} exists already; choose another with --run, or go on with it: agentrl train --resume {path}"
+            )
         path.mkdir(parents=True)
-        (path / "config.toml").write_text(f'# agentrl {version}\n{config.to_toml()}', encoding="utf-8")
+        (path / "config.toml").write_text(f"# agentrl {version}\n{config.to_toml()}", encoding="utf-8")
         return cls(path, config)
 
     @classmethod
@@ -121,13 +123,17 @@ class RunFolder:
 
 def settings_fingerprint(config: Config) -> str:
     """Equal for equal settings, whatever the run is called and however long it goes on. Kept with every episode."""
-    text = replace(config, run=RunSettings(seed=config.run.seed), rollout=replace(config.rollout, num_rollout=1)).to_toml()
+    text = replace(
+        config, run=RunSettings(seed=config.run.seed), rollout=replace(config.rollout, num_rollout=1)
+    ).to_toml()
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def checkpoints(path: Path) -> list[Path]:
     """Whole checkpoints of a run, oldest first."""
-    return sorted(p for p in (path / "checkpoints").glob("*") if re.fullmatch(r"\d{6}", p.name) and (p / "state.json").exists())
+    return sorted(
+        p for p in (path / "checkpoints").glob("*") if re.fullmatch(r"\d{6}", p.name) and (p / "state.json").exists()
+    )
 
 
 def next_free(parent: Path, name: str) -> Path:

@@ -37,7 +37,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
     try:
         batches = make_batches(samples, config)
         out(f"run folder {folder.path}: {len(samples)} samples, {len(batches)} steps")
-        started = time.perf_counter()
+        began = time.perf_counter()
         for step, batch in enumerate(batches):
             rows = make_rows(
                 batch,
@@ -50,7 +50,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
             folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in row.items()}})
             if step % 10 == 0 or step == len(batches) - 1:
                 out(
-                    f"step {step + 1:>5} of {len(batches)}  loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {time.perf_counter() - started:.0f} s"
+                    f"step {step + 1:>5} of {len(batches)}  loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {time.perf_counter() - began:.0f} s"
                 )
         await asyncio.to_thread(trainer.export_weights, folder.path / "hf")
     finally:

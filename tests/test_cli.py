@@ -12,7 +12,67 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SLIME_FLAGS = ["--actor-num-nodes", "--actor-num-gpus-per-node", "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--colocate", "--hf-checkpoint", "--load", "--save", "--save-interval", "--prompt-data", "--input-key", "--label-key", "--apply-chat-template", "--num-rollout", "--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size", "--num-steps-per-rollout", "--micro-batch-size", "--max-tokens-per-gpu", "--advantage-estimator", "--use-kl-loss", "--kl-loss-coef", "--kl-loss-type", "--entropy-coef", "--eps-clip", "--eps-clip-high", "--calculate-per-token-loss", "--normalize-advantages", "--use-tis", "--tis-threshold", "--true-on-policy-mode", "--rollout-temperature", "--rollout-max-response-len", "--rollout-max-context-len", "--over-sampling-batch-size", "--partial-rollout", "--async-buffer-size", "--update-weights-interval", "--eval-interval", "--eval-prompt-data", "--n-samples-per-eval-prompt", "--eval-temperature", "--custom-generate-function-path", "--custom-rm-path", "--group-rm", "--rm-type", "--max-turns", "--use-fault-tolerance", "--recompute-activations", "--sequence-parallel", "--num-data-workers", "--streaming-data", "--lr", "--seed", "--debug-rollout-only", "--debug-train-only", "--save-debug-rollout-data", "--load-debug-rollout-data"]
+SLIME_FLAGS = [
+    "--actor-num-nodes",
+    "--actor-num-gpus-per-node",
+    "--rollout-num-gpus",
+    "--rollout-num-gpus-per-engine",
+    "--colocate",
+    "--hf-checkpoint",
+    "--load",
+    "--save",
+    "--save-interval",
+    "--prompt-data",
+    "--input-key",
+    "--label-key",
+    "--apply-chat-template",
+    "--num-rollout",
+    "--rollout-batch-size",
+    "--n-samples-per-prompt",
+    "--global-batch-size",
+    "--num-steps-per-rollout",
+    "--micro-batch-size",
+    "--max-tokens-per-gpu",
+    "--advantage-estimator",
+    "--use-kl-loss",
+    "--kl-loss-coef",
+    "--kl-loss-type",
+    "--entropy-coef",
+    "--eps-clip",
+    "--eps-clip-high",
+    "--calculate-per-token-loss",
+    "--normalize-advantages",
+    "--use-tis",
+    "--tis-threshold",
+    "--true-on-policy-mode",
+    "--rollout-temperature",
+    "--rollout-max-response-len",
+    "--rollout-max-context-len",
+    "--over-sampling-batch-size",
+    "--partial-rollout",
+    "--async-buffer-size",
+    "--update-weights-interval",
+    "--eval-interval",
+    "--eval-prompt-data",
+    "--n-samples-per-eval-prompt",
+    "--eval-temperature",
+    "--custom-generate-function-path",
+    "--custom-rm-path",
+    "--group-rm",
+    "--rm-type",
+    "--max-turns",
+    "--use-fault-tolerance",
+    "--recompute-activations",
+    "--sequence-parallel",
+    "--num-data-workers",
+    "--streaming-data",
+    "--lr",
+    "--seed",
+    "--debug-rollout-only",
+    "--debug-train-only",
+    "--save-debug-rollout-data",
+    "--load-debug-rollout-data",
+]
 
 
 @pytest.fixture
@@ -58,19 +118,26 @@ def test_malformed_row_names_its_line(here, model, capsys):
 
 
 def test_label_of_the_wrong_type(here, model, capsys):
-    (here / "d.jsonl").write_text('{"question": "q", "golden_answers": ["a"]}\n{"question": "q", "golden_answers": 5}\n')
+    (here / "d.jsonl").write_text(
+        '{"question": "q", "golden_answers": ["a"]}\n{"question": "q", "golden_answers": 5}\n'
+    )
     err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
-    assert "d.jsonl, line 2" in err and "label must be" in err and "5" in err
+    assert "d.jsonl, line 2" in err
+    assert "label must be" in err
+    assert "5" in err
 
 
 def test_missing_column_suggests(here, model, capsys):
     (here / "d.jsonl").write_text('{"questions": "q", "golden_answers": ["a"]}\n')
     err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
-    assert "no column 'question'" in err and "did you mean 'questions'" in err
+    assert "no column 'question'" in err
+    assert "did you mean 'questions'" in err
 
 
 def test_unknown_flag_suggests(here, capsys):
-    assert "unknown flag --rollout-batchsize; did you mean 'rollout-batch-size'" in refused(capsys, "train", "--rollout-batchsize", "3")
+    assert "unknown flag --rollout-batchsize; did you mean 'rollout-batch-size'" in refused(
+        capsys, "train", "--rollout-batchsize", "3"
+    )
 
 
 def test_unknown_env_suggests(here, capsys):
@@ -83,13 +150,17 @@ def test_unknown_env_argument_suggests(here, model, capsys):
 
 
 def test_batch_equation_prints_both_sides(here, capsys):
-    err = refused(capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16")
-    assert "3 × 8 = 24" in err and "16 × 1 = 16" in err
+    err = refused(
+        capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16"
+    )
+    assert "3 × 8 = 24" in err
+    assert "16 × 1 = 16" in err
 
 
 def test_value_of_the_wrong_type_names_the_flag(here, capsys):
     err = refused(capsys, "train", "--num-rollout", "many")
-    assert "--num-rollout" in err and "'many'" in err
+    assert "--num-rollout" in err
+    assert "'many'" in err
 
 
 def test_model_without_chat_template(here, model, capsys):
@@ -106,7 +177,8 @@ def test_run_folder_exists(here, model, capsys):
     run.mkdir()
     (run / "precious").write_text("kept")
     err = refused(capsys, "train", "--model", str(model), "--run", str(run))
-    assert "exists already" in err and "--resume" in err
+    assert "exists already" in err
+    assert "--resume" in err
     assert [p.name for p in run.iterdir()] == ["precious"]
 
 
@@ -134,7 +206,8 @@ def test_every_flag_of_slime_is_taken_or_refused_by_name(flag, here, capsys):
         return
     if name in REFUSED:
         err = refused(capsys, "train", flag)
-        assert flag in err and REFUSED[name] in err
+        assert flag in err
+        assert REFUSED[name] in err
         return
     from agentrl.train.flags import megatron_flags
 
@@ -151,4 +224,5 @@ def test_env_whose_step_returns_the_wrong_type(here, model, capsys):
     )
     assert main(["check", "--env", "bad.py"]) == 1
     out = capsys.readouterr().out
-    assert "step" in out and "StepResult" in out
+    assert "step" in out
+    assert "StepResult" in out

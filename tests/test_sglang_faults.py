@@ -144,7 +144,10 @@ async def test_killed_during_a_turn(hermes, started):
     fleet, process = started
     asyncio.get_running_loop().call_later(0.4, kill, process)
     done, table = await run(hermes, fleet)
-    assert set(failures(table)) <= {"engine: connection lost", "engine: unreachable"}  # of a fresh and of a kept connection
+    assert set(failures(table)) <= {
+        "engine: connection lost",
+        "engine: unreachable",
+    }  # of a fresh and of a kept connection
     assert 1 <= table.retried == sum(failures(table).values()) <= 4
     assert {
         s.policy_version for g in done for t in g.trajectories for seg in t.segments for s in seg.spans if s.log_probs

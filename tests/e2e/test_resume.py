@@ -10,12 +10,36 @@ import pytest
 from agentrl.store import read_records
 
 DRIVE = Path(__file__).parent / "drive.py"
-WORDS = ["--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--save-interval", "1", "--seed", "5"]
-WORDS += ["--eval-interval", "2", "--eval-limit", "4", "--lr", "1e-4", "--concurrency", "8", "--engine-max-running", "8"]
+WORDS = [
+    "--num-rollout",
+    "3",
+    "--rollout-batch-size",
+    "2",
+    "--n-samples-per-prompt",
+    "4",
+    "--save-interval",
+    "1",
+    "--seed",
+    "5",
+]
+WORDS += [
+    "--eval-interval",
+    "2",
+    "--eval-limit",
+    "4",
+    "--lr",
+    "1e-4",
+    "--concurrency",
+    "8",
+    "--engine-max-running",
+    "8",
+]
 
 
 def drive(when, at, *words):
-    return subprocess.run([sys.executable, str(DRIVE), when, str(at), "train", *words], capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, str(DRIVE), when, str(at), "train", *words], capture_output=True, text=True, timeout=600
+    )
 
 
 def episodes(run):
