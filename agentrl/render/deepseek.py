@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.scan import BlockFormat, Read, read_arguments, read_json
+from agentrl.render.calls import Read, read_arguments, read_json
+from agentrl.render.scan import BlockFormat
 from agentrl.types import ParseError
 
 _SEP = "<｜tool▁sep｜>"

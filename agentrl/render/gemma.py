@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.render.base import Family
-from agentrl.render.scan import BlockFormat, Read, read_arguments
+from agentrl.render.calls import Read, read_arguments
+from agentrl.render.scan import BlockFormat
 from agentrl.types import Message, ParseError
 
 _FENCED = re.compile(r"\s*```(?:tool_code|python)?\n(.*?)\n?```\s*", re.DOTALL)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.render.base import Family
-from agentrl.render.scan import BlockFormat, Read, read_arguments
+from agentrl.render.calls import Read, read_arguments
+from agentrl.render.scan import BlockFormat
 from agentrl.types import ParseError
 
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.scan import BlockFormat, BlockParser, Read, answer_in, as_tool_calls, read_arguments, read_json
+from agentrl.render.calls import Read, as_tool_calls, read_arguments, read_json
+from agentrl.render.scan import BlockFormat, BlockParser, answer_in
 from agentrl.types import Action, FinishReason, Message, ParseError
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.render.scan import BlockFormat, Read, read_call
+from agentrl.render.calls import Read, read_call
+from agentrl.render.scan import BlockFormat
 
 
 @dataclass(frozen=True)

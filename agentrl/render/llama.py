@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.jsonscan import split_values
-from agentrl.render.scan import BlockFormat, Read, call_of
+from agentrl.render.calls import Read, call_of, split_values
+from agentrl.render.scan import BlockFormat
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.scan import BlockFormat, Read, as_tool_calls, call_of, read_arguments, read_json, spoken
+from agentrl.render.calls import Read, as_tool_calls, call_of, read_arguments, read_json
+from agentrl.render.scan import BlockFormat, spoken
 from agentrl.types import Action, Message, ParseError
 
 _ARGS = "[ARGS]"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.render.base import Family
-from agentrl.render.scan import BlockFormat, Read, read_arguments
+from agentrl.render.calls import Read, read_arguments
+from agentrl.render.scan import BlockFormat
 from agentrl.types import ParseError
 
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)</function>", re.DOTALL)

@@ -7,18 +7,14 @@ are not calls, also when the `<think>` itself was not part of the text (a lone `
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from agentrl.render.calls import Read, as_tool_calls
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
 
-Read = tuple[str, dict[str, Any], str | None] | ParseError
-"""(name, arguments, id or None) of one call, or what is wrong with it"""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
 
@@ -220,74 +216,6 @@ def answer_in(visible: str) -> str:
     return str(found[-1] if found else visible).strip()
 
 
-def read_json(text: str) -> Any:
-    """JSON as policies write it (raw newlines in strings are accepted), or a ParseError."""
-    try:
-        value = json.loads(text, strict=False, parse_constant=_no_constant)
-    except RecursionError:
-        return ParseError("content", "the call is nested too deeply", text)
-    except ValueError as e:
-        return ParseError("content", f"the call is not JSON: {e}", text)
-    return value
-
-
-def read_arguments(name: str, value: Any, text: str, call_id: str | None = None) -> Read:
-    """Arguments (an object, or one written as a string) as a call of `name`."""
-    if isinstance(value, str):
-        inner = read_json(value)
-        value = value if isinstance(inner, ParseError) else inner
-    if not isinstance(value, dict):
-        return ParseError(
-            "content",
-            f"arguments of {name[:80]!r} must be an object, found {'none' if value is None else type(value).__name__}",
-            text,
-        )
-    if not name.strip():
-        return ParseError("content", "the call has no name", text)
-    if _SURROGATE.search(name) or not _encodable(value):
-        return ParseError("content", "the call holds half of a surrogate pair, which is no character", text)
-    return name.strip(), value, call_id
-
-
-def read_call(body: str) -> Read:
-    """`{"name": …, "arguments": {…}}` (or `parameters`)."""
-    value = read_json(body)
-    return value if isinstance(value, ParseError) else call_of(value, body)
-
-
-def call_of(value: Any, text: str) -> Read:
-    """The call that a JSON value says, or what is wrong with it."""
-    if not isinstance(value, dict):
-        return ParseError(
-            "content", f"the call must be an object with name and arguments, found {type(value).__name__}", text
-        )
-    name = value.get("name")
-    if not isinstance(name, str) or not name.strip():
-        return ParseError("content", "the call has no name", text)
-    call_id = value.get("id")
-    arguments = value["arguments"] if "arguments" in value else value.get("parameters")
-    return read_arguments(name, arguments, text, call_id if isinstance(call_id, str) and call_id else None)
-
-
-def as_tool_calls(action: Action) -> list[dict[str, Any]]:
-    """The calls as chat templates take them."""
-    return [
-        {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in action.calls
-    ]
-
-
 def spoken(text: str, markers: Callable[[str], str] = str) -> str:
     """The text less its thinking."""
     return markers(re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition(_THINK_CLOSE)[2])
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _encodable(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError, ValueError):
-        return False
-    return True

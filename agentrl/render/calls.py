@@ -1,0 +1,116 @@
+"""Calls as JSON: reading them as policies write them, and saying what is wrong with them. Nothing here raises."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from agentrl.types import Action, ParseError
+
+Read = tuple[str, dict[str, Any], str | None] | ParseError
+"""(name, arguments, id or None) of one call, or what is wrong with it"""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DECODER = json.JSONDecoder(strict=False)
+
+
+def read_json(text: str) -> Any:
+    """JSON as policies write it (raw newlines in strings are accepted), or a ParseError."""
+    try:
+        value = json.loads(text, strict=False, parse_constant=_no_constant)
+    except RecursionError:
+        return ParseError("content", "the call is nested too deeply", text)
+    except ValueError as e:
+        return ParseError("content", f"the call is not JSON: {e}", text)
+    return value
+
+
+def read_arguments(name: str, value: Any, text: str, call_id: str | None = None) -> Read:
+    """Arguments (an object, or one written as a string) as a call of `name`."""
+    if isinstance(value, str):
+        inner = read_json(value)
+        value = value if isinstance(inner, ParseError) else inner
+    if not isinstance(value, dict):
+        return ParseError(
+            "content",
+            f"arguments of {name[:80]!r} must be an object, found {'none' if value is None else type(value).__name__}",
+            text,
+        )
+    if not name.strip():
+        return ParseError("content", "the call has no name", text)
+    if _SURROGATE.search(name) or not _encodable(value):
+        return ParseError("content", "the call holds half of a surrogate pair, which is no character", text)
+    return name.strip(), value, call_id
+
+
+def read_call(body: str) -> Read:
+    """`{"name": …, "arguments": {…}}` (or `parameters`)."""
+    value = read_json(body)
+    return value if isinstance(value, ParseError) else call_of(value, body)
+
+
+def call_of(value: Any, text: str) -> Read:
+    """The call that a JSON value says, or what is wrong with it."""
+    if not isinstance(value, dict):
+        return ParseError(
+            "content", f"the call must be an object with name and arguments, found {type(value).__name__}", text
+        )
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        return ParseError("content", "the call has no name", text)
+    call_id = value.get("id")
+    arguments = value["arguments"] if "arguments" in value else value.get("parameters")
+    return read_arguments(name, arguments, text, call_id if isinstance(call_id, str) and call_id else None)
+
+
+def as_tool_calls(action: Action) -> list[dict[str, Any]]:
+    """The calls as chat templates take them."""
+    return [
+        {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in action.calls
+    ]
+
+
+def split_values(text: str, separator: str) -> list[tuple[Any, str] | ParseError]:
+    """(value, its text) for values separated by `separator`; the first fault ends the reading, as an error at its place."""
+    found: list[tuple[Any, str] | ParseError] = []
+    at, n = _skip(text, 0), len(text)
+    while at < n:
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+            json.dumps(value, allow_nan=False)
+        except RecursionError:
+            return [*found, ParseError("content", "the call is nested too deeply", text[at:])]
+        except ValueError as e:
+            return [*found, ParseError("content", f"the call is not JSON: {e}", text[at:])]
+        found.append((value, text[at:end]))
+        at = _skip(text, end)
+        if at < n:
+            if not text.startswith(separator, at):
+                return [
+                    *found,
+                    ParseError(
+                        "structure",
+                        f"expected {separator!r} between two calls, found {text[at : at + 20]!r}",
+                        text[at:],
+                    ),
+                ]
+            at = _skip(text, at + len(separator))
+    return found or [ParseError("structure", "expected a call, found nothing", text)]
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError, ValueError):
+        return False
+    return True
