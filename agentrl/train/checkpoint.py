@@ -26,20 +26,29 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fu
 
 def save(built: Built, path: Path, steps: int) -> None:
     """Write a checkpoint into the existing, empty folder `path`; called on all ranks."""
-    dist_checkpointing.save({**_state(built, loading=False), "steps": steps}, str(path))
+    dist_checkpointing.save(
+        {**_state(built, loading=False), "generators": _sharded_generators(), "steps": steps, "layout": _layout()},
+        str(path),
+    )
 
 
 def load(built: Built, path: Path) -> int:
-    """Read a checkpoint into model, optimizer and generators; returns the optimizer steps done. Called on all ranks."""
+    """Read a checkpoint into model, optimizer and generators; returns the optimizer steps done. Called on all ranks.
+
+    At another tensor or pipeline size than it was written at, generators stay as they are.
+    """
+    same = tuple(dist_checkpointing.load_common_state_dict(str(path))["layout"]) == _layout()
+    generators = {"generators": _sharded_generators()} if same else {}
     with _steps_from_groups(built.optimizer):
-        state = dist_checkpointing.load({**_state(built, loading=True), "steps": 0}, str(path))
+        state = dist_checkpointing.load({**_state(built, loading=True), **generators}, str(path))
         built.model.load_state_dict(state["model"])
         built.optimizer.load_state_dict(state["optimizer"])
     for part in _parts(built.optimizer):
         for values in part.optimizer.state.values():
             if isinstance(values.get("step"), torch.Tensor):
                 values["step"] = values["step"].clone()
-    _set_generators(state["generators"])
+    if same:
+        _set_generators(state["generators"])
     return int(state["steps"])
 
 
@@ -47,15 +56,23 @@ def _state(built: Built, *, loading: bool) -> dict[str, Any]:
     _begin(built.optimizer)
     model = built.model.sharded_state_dict()
     optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    shape = (
+    return {"model": model, "optimizer": optimizer}
+
+
+def _layout() -> tuple[int, int]:
+    """Pipeline and tensor parallel size."""
+    return (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    generators = ShardedObject(
-        "generators", _generators(), shape, (pp, tp), replica_id=parallel_state.get_data_parallel_rank()
+
+
+def _sharded_generators() -> ShardedObject:
+    """One state for each place in the model; data-parallel ranks share theirs."""
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    return ShardedObject(
+        "generators", _generators(), _layout(), place, replica_id=parallel_state.get_data_parallel_rank()
     )
-    return {"model": model, "optimizer": optimizer, "generators": generators}
 
 
 @torch.no_grad()
@@ -63,7 +80,9 @@ def _begin(optimizer: Any) -> None:
     """Give a torch Adam that has not stepped yet the state it will begin with: megatron can neither write nor fill an empty one."""
     for part in _parts(optimizer):
         inner = part.optimizer
-        for parameter in (p for g in inner.param_groups for p in g["params"]) if isinstance(inner, torch.optim.Adam) else ():
+        for parameter in (
+            (p for g in inner.param_groups for p in g["params"]) if isinstance(inner, torch.optim.Adam) else ()
+        ):
             if not inner.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 inner.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}

@@ -99,7 +99,7 @@ def serve(connection: Connection) -> None:
             reply = ("ok", answer)
         except UsageError as e:
             reply = ("usage", e)
-        except Exception:  # noqa: BLE001, whatever it is, the controller raises it
+        except BaseException:  # noqa: BLE001, whatever it is (torch's CheckpointException is no Exception), the controller raises it
             reply = ("error", traceback.format_exc())
             traceback.print_exc()
         try:
