@@ -86,6 +86,11 @@ bench: setup ## benchmarks on this machine: the local engine, rendering
 bench-train: setup ## the example with three seeds, and with a reward of noise (half an hour); writes benchmarks/results/search_r1_cpu.*
 	@exec $(BIN)/python benchmarks/search_r1.py $(ARGS)
 
+bench-overhead: setup ## what agentrl's runner costs per turn beside a bare HTTP client; ARGS='--quick'
+	@[[ -d build/overhead/packages/uvloop ]] || $(BIN)/uv pip install --quiet --no-deps --target build/overhead/packages \
+		dashscope==2.0.2 trl==1.16.0 uvloop==0.23.0 # Qwen's vocabulary and chat template; another event loop to compare with
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
+
 clean: ## remove what was built, the virtual environment included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

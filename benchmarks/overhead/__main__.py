@@ -1,0 +1,116 @@
+"""The table: agentrl's runner beside the raw floor client, the same work against the same mock engine, run in turns, medians.
+
+python -m benchmarks.overhead [--repeats 5] [--quick] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.overhead.assets import ROOT, load
+from benchmarks.overhead.processes import Mock, Process
+
+RESULTS = ROOT / "benchmarks" / "results"
+CASES = ((512, 4, 64), (512, 4, 256), (64, 32, 64))
+"""episodes, turns, at once"""
+CLIENTS = {"raw": ("floor",), "agentrl": ("agent",), "agentrl+uvloop": ("agent", "--uvloop")}
+PACKAGES = ("aiohttp", "orjson", "tokenizers", "zstandard", "pydantic")
+Runs = list[dict[str, Any]]
+
+
+def main() -> None:
+    """Measure, print, and with `--write` keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one repeat of the first case")
+    parser.add_argument("--write", action="store_true", help="keep in benchmarks/results/overhead_cpu.{json,md}")
+    args = parser.parse_args()
+    load()
+    repeats, cases = (1, CASES[:1]) if args.quick else (args.repeats, CASES)
+    found = {f"{e}x{t}@{c}": measure(e, t, c, repeats) for e, t, c in cases}
+    text = "\n\n".join(table(name, runs) for name, runs in found.items())
+    print(text)
+    if args.write:
+        keep(found, text)
+
+
+def measure(episodes: int, turns: int, concurrency: int, repeats: int) -> dict[str, Runs]:
+    """All clients in turns, `repeats` times, after one run of each that does not count."""
+    runs: dict[str, Runs] = {name: [] for name in CLIENTS}
+    with Mock(turns) as mock:
+        workers = {name: Process("worker", *how) for name, how in CLIENTS.items()}
+        try:
+            for i in range(repeats + 1):
+                for name, worker in workers.items():
+                    before = worker.ask(address=mock.address, episodes=episodes, turns=turns, concurrency=concurrency)
+                    if i:
+                        runs[name].append(before)
+                        _complain(name, before, episodes)
+        finally:
+            for worker in workers.values():
+                worker.__exit__(None, None, None)
+    return runs
+
+
+def _complain(name: str, run: dict[str, Any], episodes: int) -> None:
+    bad = {k: run[k] for k in ("wrong", "violations", "tasks_left") if run.get(k)}
+    if bad or run["done"] != episodes:
+        raise RuntimeError(f"{name}: {run['done']} of {episodes} episodes, {bad}\n{run.get('causes')}")
+
+
+def growth(runs: Runs, turns: int) -> tuple[float, float]:
+    """CPU ms of a turn about turn 4 and about the last but one: medians over runs of the means of three rounds."""
+    early = statistics.median(statistics.fmean(r["rounds_ms"][2:5]) for r in runs)
+    late = statistics.median(statistics.fmean(r["rounds_ms"][turns - 4 : turns - 1]) for r in runs)
+    return early, late
+
+
+def table(name: str, runs: dict[str, Runs]) -> str:
+    """One case as a Markdown table, agentrl's ratios as 'N.NN x raw'."""
+    turns = int(name.split("x")[1].split("@")[0])
+    rows = [f"**{name.replace('x', ' episodes x ').replace('@', ' turns, ')} at once**\n"]
+    rows.append(
+        "| client | CPU ms/turn | min..max | CPU | episodes/s | throughput | peak MB | grown MB | turn 4 -> 32 |"
+    )
+    rows.append("|---|---|---|---|---|---|---|---|---|")
+    raw_cpu, raw_eps = _median(runs["raw"], "cpu_ms_per_turn"), _median(runs["raw"], "episodes_per_s")
+    for client, those in runs.items():
+        cpu, eps = _median(those, "cpu_ms_per_turn"), _median(those, "episodes_per_s")
+        all_cpu = [r["cpu_ms_per_turn"] for r in those]
+        early, late = growth(those, turns) if turns >= 32 else (0.0, 0.0)
+        rows.append(
+            f"| {client} | {cpu:.3f} | {min(all_cpu):.3f}..{max(all_cpu):.3f} | {cpu / raw_cpu:.2f} x raw | {eps:.1f} "
+            f"| {eps / raw_eps:.2f} x raw | {_median(those, 'peak_mb'):.0f} | {_median(those, 'grown_mb'):.1f} "
+            f"| {f'{early:.3f} -> {late:.3f}: x {late / early:.2f}' if early else '-'} |"
+        )
+    return "\n".join(rows)
+
+
+def _median(runs: Runs, key: str) -> float:
+    return statistics.median(r[key] for r in runs)
+
+
+def keep(found: dict[str, dict[str, Runs]], text: str) -> None:
+    """Write both files."""
+    about = {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "command": "make bench-overhead",
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {len(__import__('os').sched_getaffinity(0))} cores",
+        "versions": {p: version(p) for p in PACKAGES},
+    }
+    (RESULTS / "overhead_cpu.json").write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
+    said = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
+    head = f"# Overhead per turn\n\n{about['date']}, `{about['command']}`, {about['machine']}, Python {about['python']}, {said}.\n\n"
+    (RESULTS / "overhead_cpu.md").write_text(head + text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

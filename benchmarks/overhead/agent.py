@@ -1,0 +1,111 @@
+"""agentrl's real runner on the same work, everything on: renderer, tool calls, masks, log-probs, versions, reward, the record."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agentrl import ToolEnv, Trajectory, reward, tool
+from agentrl.engine.base import SamplingParams
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.episode import EpisodeRunner, Limits
+from agentrl.render import Renderer
+from agentrl.reward import Scorer, resolve_rewards
+from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.store import EpisodeWriter, exactness_violations, read_episodes
+from agentrl.types import EpisodeSpec, Task
+from benchmarks.overhead.assets import ANSWER, SYSTEM, load, make_agent_renderer, question
+from benchmarks.overhead.meter import METER
+
+GROUP = 8
+CONTEXT = 131072
+_ASSETS = load()
+
+
+@reward
+def exact_match(trajectory: Trajectory) -> float:
+    """1 for the right answer."""
+    return float(trajectory.answer == trajectory.label)
+
+
+class Search(ToolEnv):
+    """A tool that takes 10 ms, and a reward."""
+
+    rewards = (exact_match,)
+    system_prompt = SYSTEM
+    calls = 0
+
+    @tool(max_concurrency=100_000)
+    async def search(self, query: str) -> str:
+        """Search the corpus.
+
+        Args:
+            query: what to search for
+        """
+        METER.hit()
+        Search.calls += 1
+        document = _ASSETS.documents[Search.calls % len(_ASSETS.documents)]
+        await asyncio.sleep(0.010)
+        return document
+
+
+def make_runner(address: str, renderer: Renderer, turns: int, env: type[ToolEnv] = Search) -> EpisodeRunner:
+    """Put together as a job does it."""
+    return EpisodeRunner(
+        env,
+        env,
+        SGLangEngine(address, context_length=CONTEXT),
+        renderer,
+        Scorer(resolve_rewards(env.rewards)),
+        limits=Limits(max_turns=turns + 1, max_response_tokens=CONTEXT - 4096, context_length=CONTEXT),
+        sampling=SamplingParams(max_new_tokens=1024),
+        seed=0,
+    )
+
+
+def specs(episodes: int, first: int = 0) -> list[list[EpisodeSpec]]:
+    """Episodes in groups of one task each."""
+    groups = []
+    for start in range(first, first + episodes, GROUP):
+        task = Task(str(start), question(start // GROUP), ANSWER)
+        groups.append(
+            [EpisodeSpec(task, start // GROUP, i) for i in range(start, min(start + GROUP, first + episodes))]
+        )
+    return groups
+
+
+async def run(
+    address: str, episodes: int, turns: int, concurrency: int, *, renderer: Renderer | None = None
+) -> dict[str, Any]:
+    """All episodes, measured; then the record is read and every token compared."""
+    folder = Path(tempfile.mkdtemp())
+    runner = make_runner(address, renderer or make_agent_renderer(), turns)
+    await runner.engine.start()
+    rollout = Rollout(runner, RolloutLimits(concurrency=concurrency))
+    await rollout.run(specs(1, first=1 << 20))  # warm
+    writer = EpisodeWriter(folder)
+    METER.start(episodes)
+    groups, table = await rollout.run(specs(episodes), progress=writer.write)
+    writer.close()
+    found = METER.stop(turns)
+    await runner.engine.close()
+    runner.close()
+    left = len(asyncio.all_tasks()) - 1
+    trajectories = [t for g in groups for t in g.trajectories]
+    checked = check(trajectories, folder, turns)
+    shutil.rmtree(folder)
+    return {**found, "done": len(trajectories), "causes": str(table), "tasks_left": left, **checked}
+
+
+def check(trajectories: list[Trajectory], folder: Path, turns: int) -> dict[str, Any]:
+    """That all went as scripted, to the token, in memory and in the record."""
+    recorded = list(read_episodes(folder))
+    sampled = [[*_ASSETS.calls[(k + 1) % 10]["ids"]] for k in range(turns - 1)] + [_ASSETS.final["ids"]]
+    wrong = 0
+    for t in trajectories:
+        spans = [list(s.ids) for g in t.segments for s in g.spans if s.log_probs is not None]
+        wrong += spans != sampled or t.score != 1.0 or len(t.segments) != 1
+    return {"wrong": wrong, "recorded": len(recorded), "violations": exactness_violations(recorded)}
