@@ -50,6 +50,7 @@ class ChatTemplate:
             self._traceable = not any(_in_a_literal(c) for c in env.parse(source).find_all(nodes.Compare))
         except jinja2.TemplateSyntaxError as e:
             raise TemplateError(f"{where}: its chat template does not compile: {e.message} (line {e.lineno})") from e
+        self.source = source
         self._special = dict(special)
         self._where = where
 

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from agentrl.errors import TemplateError
+from agentrl.render.base import Family
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.shape import shape_of, with_texts
 from agentrl.render.symbolic import Hole, Part, Pattern, Trace
@@ -64,12 +65,13 @@ def kind_of(history: Sequence[Message]) -> str:
 class Prover:
     """Proves shapes against one template."""
 
-    def __init__(self, template: ChatTemplate, ends: Sequence[str], args: dict[str, Any], adapt: Any) -> None:
-        """`ends` are the added tokens that may end an assistant's turn; `adapt` rewrites messages as the family wants them."""
+    def __init__(self, template: ChatTemplate, ends: Sequence[str], args: dict[str, Any], family: Family) -> None:
+        """`ends` are the added tokens that may end an assistant's turn."""
         self._template = template
         self._ends = tuple(ends)
         self._args = args
-        self._adapt = adapt
+        self._adapt = family.adapt
+        self._thinking_as_data = family.fields and any(k in template.source for k in ("reasoning_content", "thinking"))
 
     def prove(self, messages: Sequence[Message], kinds: Sequence[str], tools: Sequence[bool]) -> Proof:
         """Prove `messages` (adapted) after histories of these kinds, with and without tools in the prompt."""
@@ -158,20 +160,18 @@ class Prover:
         return end, ((rest,) if rest else ()) + tuple(parts[last + 1 :])
 
     def _strips(self, history: Sequence[Message], messages: Sequence[Message], tools: Any) -> bool:
-        """Does the template drop reasoning, of the last turn or of earlier ones, once the messages follow?"""
+        """Does the template leave out the last turn's reasoning, or drop that of earlier ones, once the messages follow?"""
         plain = _filled(messages, stand_ins_of(messages), None)
-        for think in (_thinking_in_content, _thinking_as_data):
-            earlier = [think(m, EARLIER) if m["role"] == "assistant" else m for m in history]
-            for before in assistants(plain):
-                last = think(before, REASONING)
-                try:
-                    asked = self._render(earlier, tools, generate=True)
-                    alone = self._render([*earlier, last], tools, generate=False)
-                    after = self._render([*earlier, last, *plain], tools, generate=True)
-                except TemplateError:
-                    continue
-                if (REASONING in alone and REASONING not in after) or (EARLIER in asked and EARLIER not in after):
-                    return True
+        think = _thinking_as_data if self._thinking_as_data else _thinking_in_content
+        earlier = [think(m, EARLIER) if m["role"] == "assistant" else m for m in history]
+        for before in assistants(plain):
+            try:
+                asked = self._render(earlier, tools, generate=True)
+                after = self._render([*earlier, think(before, REASONING), *plain], tools, generate=True)
+            except TemplateError:
+                continue
+            if PLACEHOLDER in after:
+                return REASONING not in after or (EARLIER in asked and EARLIER not in after)
         return False
 
 

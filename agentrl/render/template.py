@@ -80,7 +80,7 @@ class Renderer:
         self._last_ids = frozenset((*self.stop_token_ids, *self.ends.values()))
         self.prefill = prefill_of(self._template, family, template_args)
         """what the template writes at the beginning of the assistant's turn in the policy's place: an open `<think>`"""
-        self._prover = Prover(self._template, tuple(self.ends), template_args, family.adapt)
+        self._prover = Prover(self._template, tuple(self.ends), template_args, family)
 
     @property
     def stop(self) -> tuple[str, ...]:
