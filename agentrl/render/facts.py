@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import TemplateError
@@ -11,6 +11,7 @@ from agentrl.render.base import Family
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.proof import PLACEHOLDER
 from agentrl.render.tokenizer import Tokenizer
+from agentrl.types import Message
 
 QUESTION = "Question5e21"
 _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
@@ -72,3 +73,31 @@ def check_tokens(
             f"{where}: its chat template ({family.name}) writes {', '.join(missing)}, which its tokenizer does not know as special "
             "tokens; add them to the tokenizer (added_tokens in tokenizer.json), or take the tokenizer that belongs to the template"
         )
+
+
+def takes_parts(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> bool:
+    """Does the template show content that comes as a list of parts?"""
+    try:
+        text = template.render(
+            family.adapt([{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]),
+            tools=None,
+            generate=True,
+            **args,
+        )
+    except TemplateError:
+        return False
+    return QUESTION in text and "'type'" not in text
+
+
+def flattened(messages: Sequence[Message]) -> list[Message]:
+    """Contents of text parts alone as one text, for templates that would leave them out."""
+    return [
+        {**m, "content": "".join(p["text"] for p in m["content"])} if _only_text(m.get("content")) else m
+        for m in messages
+    ]
+
+
+def _only_text(content: Any) -> bool:
+    return isinstance(content, (list, tuple)) and all(
+        isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content
+    )

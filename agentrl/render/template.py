@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from agentrl.errors import TemplateError
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
-from agentrl.render.facts import QUESTION, check_tokens, prefill_of, written_ends
+from agentrl.render.facts import QUESTION, check_tokens, flattened, prefill_of, takes_parts, written_ends
 from agentrl.render.images import Images, image_parts
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.proof import KINDS, Proof, Prover, kind_of
@@ -65,6 +65,7 @@ class Renderer:
         self._shield = Shield(tokenizer, raw_content)
         self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
         self._inline: dict[int, tuple[list[int], ...]] = {}
+        self._takes_parts = takes_parts(self._template, family, template_args)
         check_tokens(self._template, tokenizer, family, template_args, where)
         written = written_ends(self._template, tokenizer, family, template_args, where)
         known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
@@ -99,7 +100,7 @@ class Renderer:
             TemplateError: the template refuses the conversation.
         """
         listed = list(tools) if self.format.needs_tools else []
-        adapted, listed, base = self._shield.conversation(self._family.adapt(messages), listed)
+        adapted, listed, base = self._shield.conversation(self._adapted(messages), listed)
         text = self._template.render(adapted, tools=listed, generate=True, **self._args)
         return self._with_images(
             ((Provenance.PROMPT, tuple(self.tokenizer.encode_shielded(text, base))),), messages, Provenance.PROMPT
@@ -121,7 +122,7 @@ class Renderer:
         """
         if self.format.inline:
             return Delta(self._inline_pieces(messages))
-        adapted = self._family.adapt(messages)
+        adapted = self._adapted(messages)
         kinds = KINDS if history is None else (kind_of(history),)
         with_tools = self._with_tools(tools)
         proof, scaffold, contents = self._proven(adapted, kinds, with_tools)
@@ -176,7 +177,7 @@ class Renderer:
     ) -> Proof:
         """What is proven about messages of this shape."""
         kinds = KINDS if history is None else (kind_of(history),)
-        return self._proven(self._family.adapt(messages), kinds, self._with_tools(tools))[0]
+        return self._proven(self._adapted(messages), kinds, self._with_tools(tools))[0]
 
     def check(self, roles: Sequence[str] = ("user", "assistant", "tool")) -> None:
         """Refuse before the first episode what would fail in it.
@@ -207,6 +208,10 @@ class Renderer:
     def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
         """With tools in the prompt the tail must be the one without them: a template that moves its list of tools rewrites history."""
         return (False, True) if self.format.needs_tools and (tools is None or tools) else (False,)
+
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """As the family and its template take them."""
+        return self._family.adapt(messages if self._takes_parts else flattened(messages))
 
     def _after_question(self, messages: Sequence[Message], *, generate: bool) -> str:
         """What the template writes after a user's question."""

@@ -275,6 +275,23 @@ def test_ids_that_mistrals_template_would_refuse_are_filled_up():
     assert '"call_id": "error0000"' in text(ours, delta)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_content_in_parts_of_text_is_never_left_out(name):
+    ours = renderer(name, now=NOW)
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "first half,"}, {"type": "text", "text": "second half"}],
+    }
+    ((_, ids),) = ours.prompt([parts])
+    shown = ours.tokenizer.decode(ids)
+    assert "first half," in shown
+    assert "second half" in shown
+    delta = ours.delta([parts], (5, end_of(name)), history=USER, tools=())
+    assert delta.new_segment is None
+    assert "first half," in text(ours, delta)
+    assert "second half" in text(ours, delta)
+
+
 class TestLength:
     @pytest.mark.parametrize("name", NAMES)
     def test_case_20_an_observation_larger_than_all_room_is_cut_between_characters(self, name):
