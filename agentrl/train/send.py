@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import http.client
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -253,13 +254,19 @@ class _Group:
         if self._pg is None:
             return
         pg, self._pg = self._pg, None
-        try:
-            if torch.cuda.is_available():
-                _c10d._abort_process_group(pg)
-            else:
-                torch.distributed.destroy_process_group(pg)
-        except (RuntimeError, ValueError):
-            return  # it was broken already
+        threading.Thread(
+            target=_give_up, args=(pg,), daemon=True
+        ).start()  # gloo waits for what is under way; we do not
+
+
+def _give_up(pg: Any) -> None:
+    try:
+        if torch.cuda.is_available():
+            _c10d._abort_process_group(pg)
+        else:
+            torch.distributed.destroy_process_group(pg)
+    except (RuntimeError, ValueError):
+        return  # it was broken already
 
 
 def _join(store: Any, name: str, world: int, backend: str, limit: datetime.timedelta, failing: Any) -> Any:
