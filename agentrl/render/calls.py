@@ -10,7 +10,7 @@ from agentrl.types import Action, ParseError
 
 Read = tuple[str, dict[str, Any], str | None] | ParseError
 """(name, arguments, id or None) of one call, or what is wrong with it"""
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(strict=False)
 
 
@@ -38,7 +38,7 @@ def read_arguments(name: str, value: Any, text: str, call_id: str | None = None)
         )
     if not name.strip():
         return ParseError("content", "the call has no name", text)
-    if _SURROGATE.search(name) or not _encodable(value):
+    if SURROGATE.search(name + (call_id or "")) or not _encodable(value):
         return ParseError("content", "the call holds half of a surrogate pair, which is no character", text)
     return name.strip(), value, call_id
 

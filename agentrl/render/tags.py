@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.render.calls import SURROGATE
 from agentrl.render.scan import TextParser
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
 
@@ -55,6 +56,12 @@ class TagFormat:
                 )
             elif not body:
                 errors.append(ParseError("content", f"<{tag}> is empty", match.group()))
+            elif SURROGATE.search(body):
+                errors.append(
+                    ParseError(
+                        "content", f"<{tag}> holds half of a surrogate pair, which is no character", match.group()
+                    )
+                )
             else:
                 found.append(ToolCall(tool, {argument: body}, f"call_{len(found)}"))
         if not found and not errors and finish_reason is not FinishReason.LENGTH:

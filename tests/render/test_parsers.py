@@ -176,6 +176,17 @@ class TestSurplus:
         assert len({c.id for c in action.calls}) == 2
 
 
+def test_half_of_a_surrogate_pair_is_no_argument_anywhere():
+    for name, text in (
+        ("search_r1", "<search>\ud800</search>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "\\ud800"}]'),
+        ("glm4", "<tool_call>f\n<arg_key>q</arg_key><arg_value>\ud800</arg_value></tool_call>"),
+    ):
+        action = total(name, text, FinishReason.STOP)
+        assert not action.calls
+        assert [e.kind for e in action.errors] == ["content"]
+
+
 def test_structure_and_content_are_told_apart():
     read = FORMATS["hermes"].parse
     assert [e.kind for e in read("<tool_call>{}", FinishReason.STOP, 8).errors] == ["structure"]
