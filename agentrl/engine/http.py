@@ -6,12 +6,12 @@ after some seconds). It is asked once more on a fresh connection. A 4xx is never
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
 from typing import Any
 
-import aiohttp
 import orjson
 
+from agentrl.engine.connection import Answer, Connection, Lost, Origin
 from agentrl.errors import EngineFailure
 
 KEEP_ALIVE_S = 4.0
@@ -26,8 +26,11 @@ class HttpClient:
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        self._kept: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None
+        self._origin = Origin(self.address)
+        self._idle: list[Connection] = []
+        """the one used last at the end"""
+        self._busy: set[Connection] = set()
+        self._sweep: asyncio.TimerHandle | None = None
 
     async def post(self, path: str, body: Any, *, timeout_s: float) -> Any:
         """Send `body` as JSON; returns the parsed answer (text where it is no JSON).
@@ -43,66 +46,81 @@ class HttpClient:
 
     async def close(self) -> None:
         """Drop all connections; idempotent."""
-        for session in (self._kept, self._fresh):
-            if session is not None:
-                await session.close()
-        self._kept = self._fresh = None
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        self._idle.clear()
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
 
-    def _sessions(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
-        if self._kept is None or self._fresh is None:
-            trace = aiohttp.TraceConfig()
-            trace.on_connection_reuseconn.append(_note_reuse)
-            kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._kept = aiohttp.ClientSession(connector=kept, trace_configs=[trace], auto_decompress=True)
-            self._fresh = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-        return self._kept, self._fresh
-
-    async def _ask(self, method: str, path: str, data: bytes | None, timeout_s: float) -> Any:
-        kept, fresh = self._sessions()
-        noted = SimpleNamespace(reused=False)
+    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
+        request = self._origin.request(method, path, body)
+        kept = self._kept()
         try:
             try:
-                return await self._once(kept, method, path, data, timeout_s, noted)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as e:
-                if not (noted.reused and _before_any_byte(e)):
+                answer = await self._once(kept or await self._connect(timeout_s), request, timeout_s)
+            except Lost as e:
+                if kept is None or e.begun:
                     raise
-            return await self._once(fresh, method, path, data, timeout_s, noted)
+                answer = await self._once(await self._connect(timeout_s), request, timeout_s)
         except TimeoutError as e:
             raise EngineFailure(f"{self.address}{path} did not answer within {timeout_s:g} s", "engine: timeout") from e
-        except aiohttp.ClientConnectorError as e:
-            raise EngineFailure(f"{self.address} cannot be reached: {e}", "engine: unreachable") from e
-        except aiohttp.ClientError as e:
-            what = str(e) or type(e).__name__
-            raise EngineFailure(
-                f"{self.address}{path}: the connection was lost: {what}", "engine: connection lost"
-            ) from e
-
-    async def _once(
-        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None, timeout_s: float, noted: Any
-    ) -> Any:
-        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
-        headers = {"Content-Type": "application/json"} if data is not None else None
-        url = self.address + path
-        async with session.request(
-            method, url, data=data, headers=headers, timeout=limit, trace_request_ctx=noted
-        ) as answer:
-            content = await answer.read()
-            if answer.status >= 400:
-                raise self._refused(path, answer.status, content)
+        except Lost as e:
+            raise EngineFailure(f"{self.address}{path}: the connection was lost: {e}", "engine: connection lost") from e
+        if answer.status >= 300:
+            raise self._refused(path, answer)
         try:
-            return orjson.loads(content)
+            return orjson.loads(answer.content)
         except orjson.JSONDecodeError:
-            return content.decode("utf-8", "replace")
+            return answer.content.decode("utf-8", "replace")
 
-    def _refused(self, path: str, status: int, content: bytes) -> EngineFailure:
-        said = " ".join(content.decode("utf-8", "replace").split())[:_QUOTED]
-        return EngineFailure(f"{self.address}{path} answered {status}: {said}", f"engine: HTTP {status}")
+    async def _once(self, connection: Connection, request: bytes, timeout_s: float) -> Answer:
+        self._busy.add(connection)
+        try:
+            answer = await connection.ask(request, timeout_s)
+        finally:
+            self._busy.discard(connection)
+        if connection.usable:
+            self._keep(connection)
+        else:
+            connection.close()
+        return answer
 
+    async def _connect(self, timeout_s: float) -> Connection:
+        try:
+            async with asyncio.timeout(min(CONNECT_S, timeout_s)):
+                return await self._origin.connect()
+        except OSError as e:  # a TimeoutError too
+            what = str(e) or f"no connection within {min(CONNECT_S, timeout_s):g} s"
+            raise EngineFailure(f"{self.address} cannot be reached: {what}", "engine: unreachable") from e
 
-async def _note_reuse(_: Any, context: Any, __: Any) -> None:
-    context.trace_request_ctx.reused = True
+    def _keep(self, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEP_ALIVE_S, self._drop_idle)
 
+    def _kept(self) -> Connection | None:
+        """An open connection, the one used last."""
+        while self._idle:
+            connection = self._idle.pop()
+            fresh = asyncio.get_running_loop().time() - connection.idle_since < KEEP_ALIVE_S
+            if fresh and connection.usable:
+                return connection
+            connection.close()
+        return None
 
-def _before_any_byte(error: Exception) -> bool:
-    """A closed connection of which nothing of the answer had come: aiohttp hands over the head of an answer that it had begun to read."""
-    return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
+    def _drop_idle(self) -> None:
+        """Close what was idle for long, and look again later while there are others."""
+        loop = asyncio.get_running_loop()
+        old = loop.time() - KEEP_ALIVE_S
+        for connection in self._idle:
+            if connection.idle_since <= old:
+                connection.close()
+        self._idle = [c for c in self._idle if c.idle_since > old]
+        self._sweep = loop.call_at(self._idle[0].idle_since + KEEP_ALIVE_S, self._drop_idle) if self._idle else None
+
+    def _refused(self, path: str, answer: Answer) -> EngineFailure:
+        said = " ".join(answer.content.decode("utf-8", "replace").split())[:_QUOTED]
+        return EngineFailure(f"{self.address}{path} answered {answer.status}: {said}", f"engine: HTTP {answer.status}")
