@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import orjson
 from agentrl.config import Config
 from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
-from agentrl.env import Env, check_env_args, make_env_class
+from agentrl.env import Env, check_env_args, has_tools, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.errors import ConfigError, DataError, UsageError
 from agentrl.render import Renderer, Tokenizer, make_renderer
@@ -72,8 +73,14 @@ class Parts:
             self.tokenizer,
             config.env.action_format or self.env_class.action_format,
             where=str(self.folder),
+            history=config.env.history_policy,
+            raw_content=config.env.raw_content,
+            surplus=config.env.surplus_calls,
+            now=_day(config.run.date),
             **config.model.template_args,
         )
+        if not self.renderer.format.inline:
+            self.renderer.check(("user", "assistant", "tool") if has_tools(self.env_class) else ("user", "assistant"))
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_length = self._context_length()
         self.servers = self._servers()
@@ -233,3 +240,10 @@ class Parts:
                 f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len"
             )
         return length
+
+
+def _day(text: str | None) -> datetime.datetime | None:
+    try:
+        return datetime.datetime.fromisoformat(text) if text else None
+    except ValueError as e:
+        raise ConfigError(f"--date must be YYYY-MM-DD, found {text!r}") from e

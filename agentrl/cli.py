@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -100,7 +101,10 @@ def resolve(args: argparse.Namespace, rest: Words) -> Config:
     flags = read_flags(args, rest)
     file: Layer = read_toml(args.config) if args.config else {}
     env = str(flags.get("env", file.get("env", Config().env.env)))
-    return build_config(env_defaults(env), file, flags)
+    config = build_config(env_defaults(env), file, flags)
+    return (
+        config if config.run.date else replace(config, run=replace(config.run, date=datetime.date.today().isoformat()))
+    )
 
 
 def env_defaults(env: str) -> Layer:

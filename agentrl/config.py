@@ -28,6 +28,8 @@ class RunSettings:
     """run folder, made anew; None: the next free `runs/NAME-NNN`"""
     seed: int = 0
     """every random draw of the run follows from it"""
+    date: str | None = None
+    """the day that chat templates print, YYYY-MM-DD; None: the day the run begins (recorded, so that replay prints the same)"""
     save_interval: int = 10
     """rollouts between checkpoints; the last rollout always saves"""
     keep_checkpoints: int = 2
@@ -66,6 +68,12 @@ class EnvSettings:
     """turns that could not be parsed before the episode ends"""
     max_calls_per_turn: int = 8
     """tool calls in one turn; further ones are answered with an error"""
+    surplus_calls: Literal["error", "ignore", "refuse"] = "error"
+    """calls over the limit: answered with an error, left out, or all calls of the turn refused"""
+    history_policy: Literal["append", "rerender"] = "append"
+    """templates that rewrite history (thinking stripped): keep the tokens, or render anew in a segment of its own"""
+    raw_content: bool = False
+    """let control tokens inside prompts and tool output count as such; unsafe"""
     truncated_episodes: Literal["train", "mask", "drop"] = "train"
     """MAX_TURNS, MAX_TOKENS, CONTEXT_FULL: train on them, mask them (they still count in the baseline), or drop them"""
 

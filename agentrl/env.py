@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from agentrl.errors import ConfigError, ContractError, suggest
 from agentrl.registry import Registry
-from agentrl.tool import Tool, ToolSpec, spec_of, tools_of
+from agentrl.tool import Tool, ToolSpec, is_tool, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
 
 
@@ -187,3 +187,8 @@ def check_env_args(cls: type[Env], args: Mapping[str, Any]) -> None:
     for name in args:
         if name not in parameters:
             raise ConfigError(f"environment {cls.label()} takes no argument {name!r}{suggest(name, parameters)}")
+
+
+def has_tools(cls: type[Env]) -> bool:
+    """Does the class declare tools, in `tools` or as `@tool` methods?"""
+    return bool(cls.tools) or any(is_tool(getattr(cls, name)) for name in dir(cls) if not name.startswith("_"))

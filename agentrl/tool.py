@@ -115,6 +115,11 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
     return mark(fn) if fn is not None else mark
 
 
+def is_tool(obj: object) -> bool:
+    """Was it marked by `@tool`?"""
+    return hasattr(obj, _MARK)
+
+
 def tools_of(obj: object) -> list[ToolSpec]:
     """The `@tool` methods of an object, in the order they are written (base classes first).
 

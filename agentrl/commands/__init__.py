@@ -1,11 +1,11 @@
-"""The commands around recorded episodes, one small file each: `add_parser(commands)` and what it runs. cli.py hooks them in."""
+"""The commands around recorded episodes and tokens, one small file each: `add_parser(commands)` and what it runs. cli.py hooks them in."""
 
 from typing import Any
 
 
 def add_commands(commands: Any) -> None:
     """Add all of them to the parser."""
-    from agentrl.commands import export, fork, replay, rescore, view
+    from agentrl.commands import export, fork, replay, rescore, tokens, view
 
-    for command in (replay, rescore, fork, view, export):
+    for command in (replay, rescore, fork, view, export, tokens):
         command.add_parser(commands)

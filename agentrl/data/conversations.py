@@ -56,13 +56,14 @@ def to_trajectory(
             continue
         number = len(turns)
         if number:
-            delta = renderer.delta(before, said)
+            answered = position - 1 - len(before)
+            delta = renderer.delta(before, said, history=messages[:answered], tools=tools)
             if delta.new_segment is None:
                 recorder.extend(delta.pieces, turn=number - 1)
             else:
                 recorder.open(renderer.prompt(messages[:position], tools), turn=number - 1)
-        ids = renderer.tokenizer.encode(message["content"])
-        said = tuple(ids) if renderer.format.inline else (*ids, renderer.end_id)
+        inline = renderer.format.inline  # no end token within one assistant turn
+        said = tuple(renderer.tokenizer.encode(message["content"])) if inline else renderer.said(message)
         if recorder.length() + len(said) > max_tokens:
             break
         context = recorder.length()
