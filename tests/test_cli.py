@@ -12,67 +12,17 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SLIME_FLAGS = [
-    "--actor-num-nodes",
-    "--actor-num-gpus-per-node",
-    "--rollout-num-gpus",
-    "--rollout-num-gpus-per-engine",
-    "--colocate",
-    "--hf-checkpoint",
-    "--load",
-    "--save",
-    "--save-interval",
-    "--prompt-data",
-    "--input-key",
-    "--label-key",
-    "--apply-chat-template",
-    "--num-rollout",
-    "--rollout-batch-size",
-    "--n-samples-per-prompt",
-    "--global-batch-size",
-    "--num-steps-per-rollout",
-    "--micro-batch-size",
-    "--max-tokens-per-gpu",
-    "--advantage-estimator",
-    "--use-kl-loss",
-    "--kl-loss-coef",
-    "--kl-loss-type",
-    "--entropy-coef",
-    "--eps-clip",
-    "--eps-clip-high",
-    "--calculate-per-token-loss",
-    "--normalize-advantages",
-    "--use-tis",
-    "--tis-threshold",
-    "--true-on-policy-mode",
-    "--rollout-temperature",
-    "--rollout-max-response-len",
-    "--rollout-max-context-len",
-    "--over-sampling-batch-size",
-    "--partial-rollout",
-    "--async-buffer-size",
-    "--update-weights-interval",
-    "--eval-interval",
-    "--eval-prompt-data",
-    "--n-samples-per-eval-prompt",
-    "--eval-temperature",
-    "--custom-generate-function-path",
-    "--custom-rm-path",
-    "--group-rm",
-    "--rm-type",
-    "--max-turns",
-    "--use-fault-tolerance",
-    "--recompute-activations",
-    "--sequence-parallel",
-    "--num-data-workers",
-    "--streaming-data",
-    "--lr",
-    "--seed",
-    "--debug-rollout-only",
-    "--debug-train-only",
-    "--save-debug-rollout-data",
-    "--load-debug-rollout-data",
-]
+SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
+--hf-checkpoint --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
+--num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout
+--micro-batch-size --max-tokens-per-gpu --advantage-estimator --use-kl-loss --kl-loss-coef --kl-loss-type
+--entropy-coef --eps-clip --eps-clip-high --calculate-per-token-loss --normalize-advantages --use-tis
+--tis-threshold --true-on-policy-mode --rollout-temperature --rollout-max-response-len --rollout-max-context-len
+--over-sampling-batch-size --partial-rollout --async-buffer-size --update-weights-interval --eval-interval
+--eval-prompt-data --n-samples-per-eval-prompt --eval-temperature --custom-generate-function-path --custom-rm-path
+--group-rm --rm-type --max-turns --use-fault-tolerance --recompute-activations --sequence-parallel
+--num-data-workers --streaming-data --lr --seed --debug-rollout-only --debug-train-only --save-debug-rollout-data
+--load-debug-rollout-data""".split()
 
 
 @pytest.fixture
