@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-import zlib
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
-from agentrl.env import Env
+from agentrl.env import Env, ToolEnv
 from agentrl.errors import (
     ContractError,
     EngineAbort,
@@ -64,6 +62,8 @@ _STOP_REASONS: Mapping[type[Failure], StopReason] = {
     RewardFailure: StopReason.REWARD_FAILURE,
 }
 _MAX_HUNG_CLOSES = 1024
+_OWN = frozenset((Env.reset, ToolEnv.step))
+"""methods that an environment did not override: they never block, so they need no time limit"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,8 @@ class Episode:
         self.seed = derive_seed(runner.seed, spec.index, spec.attempt)
         self.recorder = Recorder()
         self.turns: list[Turn] = []
+        self.draft: dict[str, Any] | None = None
+        """the turn under way, as arguments of `Turn`"""
         self.conversation: list[Message] = []
         self.prompt_length = 0
         self.invalid = 0
@@ -178,13 +180,13 @@ class Episode:
             generation = await self.generate(room)
             if generation.finish_reason is FinishReason.LENGTH:
                 return bound
-            action = self.turns[-1].action
+            action: Action = self.now["action"]
             if action.calls:
                 action = await self.use_tools(action)
             stop = await self.step(action)
             if stop is not None:
                 return stop
-            if len(self.turns) >= self.runner.limits.max_turns:
+            if self.now["index"] + 1 >= self.runner.limits.max_turns:
                 return StopReason.MAX_TURNS
             stop = self.observe()
             if stop is not None:
@@ -193,10 +195,13 @@ class Episode:
     async def reset(self) -> None:
         """Make the environment, begin the task, render the first prompt."""
         runner = self.runner
-        made = runner.env_pool.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
-        self.making = asyncio.ensure_future(made)
-        with boundary(EnvFailure, "env constructor"):
-            self.env = await asyncio.shield(self.making)
+        if is_plain(runner.make_env, runner.env_class):
+            self.env = runner.make_env()
+        else:
+            made = runner.env_pool.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
+            self.making = asyncio.ensure_future(made)
+            with boundary(EnvFailure, "env constructor"):
+                self.env = await asyncio.shield(self.making)
         self.tools = {t.name: t for t in self.env.tool_specs()}
         with boundary(EnvFailure, "tool setup"):
             for tool in self.env.tool_instances:
@@ -227,8 +232,9 @@ class Episode:
 
     async def generate(self, room: int) -> Generation:
         """Ask the engine, record exactly what it sampled, read the action."""
+        self.end_turn()
         runner, index = self.runner, len(self.turns)
-        context = self.recorder.context()
+        context, crc = self.recorder.context(), self.recorder.crc()
         seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
@@ -249,18 +255,16 @@ class Episode:
         action = runner.renderer.parse(generation.ids, generation.finish_reason, runner.limits.max_calls_per_turn)
         if not generation.ids:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))
-        self.turns.append(
-            Turn(
-                index=index,
-                segment=self.recorder.segment_index(),
-                context_length=len(context),
-                action=action,
-                matched_stop=generation.matched_stop,
-                context_crc=zlib.crc32(array("i", context).tobytes()),
-                seed=seed,
-                timings={"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
-            )
-        )
+        self.draft = {
+            "index": index,
+            "segment": self.recorder.segment_index(),
+            "context_length": len(context),
+            "action": action,
+            "matched_stop": generation.matched_stop,
+            "context_crc": crc,
+            "seed": seed,
+            "timings": {"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
+        }
         return generation
 
     async def use_tools(self, action: Action) -> Action:
@@ -269,7 +273,8 @@ class Episode:
         done = await self.runner.toolbox.execute(self.tools, action)
         elapsed = time.perf_counter() - started
         self.clock["tools_s"] += elapsed
-        self.amend(action=done, timings={**self.turns[-1].timings, "tools_s": elapsed})
+        self.now["action"] = done
+        self.now["timings"]["tools_s"] = elapsed
         return done
 
     async def step(self, action: Action) -> StopReason | None:
@@ -283,13 +288,13 @@ class Episode:
         if not isinstance(result.info, Mapping):
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.clock["env_s"] += elapsed
-        self.amend(
+        self.now.update(
             observation=Observation.of(result.observation),
             reward=check_reward(result.reward, self.runner.env_class),
             info=dict(result.info),
             state_key=result.state_key,
-            timings={**self.turns[-1].timings, "env_s": elapsed},
         )
+        self.now["timings"]["env_s"] = elapsed
         self.invalid += not action.valid
         if result.terminated:
             return StopReason.TERMINATED
@@ -299,8 +304,8 @@ class Episode:
 
     def observe(self) -> StopReason | None:
         """Append the observation and the next turn's header to the context; a stop reason if there is no room for another token."""
-        turn, renderer, limits = self.turns[-1], self.runner.renderer, self.runner.limits
-        messages = list(turn.observation.messages)
+        turn, renderer, limits = self.now, self.runner.renderer, self.runner.limits
+        messages = list(turn["observation"].messages)
         if not messages:
             raise ContractError(
                 f"{self.runner.env_class.label()}.step ended nothing and observed nothing; return an observation or terminated=True"
@@ -312,18 +317,18 @@ class Episode:
         delta, kept, cut = fit(renderer, messages, self.last_ids(), room, history=self.conversation, tools=schemas)
         if delta is None:
             return tight
-        before = [*self.conversation, renderer.message(turn.action)]
+        before = [*self.conversation, renderer.message(turn["action"])]
         if delta.new_segment is not None:
-            self.amend(info={**turn.info, "new_segment": delta.new_segment})
+            turn["info"]["new_segment"] = delta.new_segment
             room = min(limits.context_length, self.prompt_length + limits.max_response_tokens) - 1
             ids, kept, cut = fit_prompt(renderer, before, messages, room, schemas)
             if ids is None:
                 return tight
-            self.recorder.open([(Provenance.PROMPT, ids)], turn=turn.index)
+            self.recorder.open([(Provenance.PROMPT, ids)], turn=turn["index"])
         else:
-            self.recorder.extend(delta.pieces, turn=turn.index)
+            self.recorder.extend(delta.pieces, turn=turn["index"])
         if cut:
-            self.amend(observation=Observation(tuple(kept)), observation_cut_tokens=cut)
+            turn |= {"observation": Observation(tuple(kept)), "observation_cut_tokens": cut}
         self.conversation = [*before, *kept]
         return None
 
@@ -332,23 +337,31 @@ class Episode:
     def last_ids(self) -> tuple[int, ...]:
         """What was sampled in the last turn."""
         span = self.recorder.last_span()
-        sampled = span.turn == self.turns[-1].index and span.provenance in (
+        sampled = span.turn == self.now["index"] and span.provenance in (
             Provenance.SAMPLED,
             Provenance.DEMONSTRATION,
         )
         return span.ids if sampled else ()
 
-    def amend(self, **changes: Any) -> None:
-        """Complete the turn under way."""
-        self.turns[-1] = replace(self.turns[-1], **changes)
+    @property
+    def now(self) -> dict[str, Any]:
+        """The turn under way, to be completed."""
+        assert self.draft is not None, "before the first generation"
+        return self.draft
+
+    def end_turn(self) -> None:
+        """The turn under way is as it will stay."""
+        if self.draft is not None:
+            self.turns.append(Turn(**self.draft))
+            self.draft = None
 
     async def call_env(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call one of the environment's methods under its time limit, off the event loop if it is sync."""
-        runner = self.runner
+        call = getattr(self.env, method)
         with boundary(EnvFailure, f"env {method}"):
-            return await runner.env_pool.call(
-                getattr(self.env, method), *args, timeout_s=runner.env_class.timeout_s, **kwargs
-            )
+            if getattr(call, "__func__", None) in _OWN:
+                return await call(*args, **kwargs)
+            return await self.runner.env_pool.call(call, *args, timeout_s=self.runner.env_class.timeout_s, **kwargs)
 
     async def close(self) -> None:
         """Take the environment's last state, then close its tools, itself and the engine's session. Called once, whatever happened.
@@ -363,7 +376,8 @@ class Episode:
                 self.state = dict(await self.finish(EnvFailure, "env state", self.env.state) or {})
             for tool in self.env.tool_instances:
                 await self.finish(ToolFailure, "tool close", tool.close)
-            await self.finish(EnvFailure, "env close", self.env.close)
+            if getattr(self.env.close, "__func__", None) is not Env.close:
+                await self.finish(EnvFailure, "env close", self.env.close)
         await self.finish(EngineFailure, "engine release", partial(self.runner.engine.release, self.spec.episode_id))
 
     async def finish(self, kind: type[Failure], where: str, call: Callable[[], Any]) -> Any:
@@ -383,6 +397,7 @@ class Episode:
 
     def trajectory(self, reason: StopReason, cause: str | None) -> Trajectory:
         """The immutable record, not yet scored."""
+        self.end_turn()
         spec = self.spec
         self.clock["non_generation_s"] = max(0.0, self.clock.get("episode_s", 0.0) - self.clock["generate_s"])
         return Trajectory(
@@ -401,6 +416,13 @@ class Episode:
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
+
+
+def is_plain(make: Callable[[], Env], env_class: type[Env]) -> bool:
+    """Making the environment runs no constructor of a user's, which might block."""
+    cls = make.func if isinstance(make, partial) and not make.args and not make.keywords else make
+    constructs = any(vars(c).keys() & {"__init__", "__new__"} for c in env_class.__mro__[:-1])
+    return cls is env_class and not constructs
 
 
 def check_reward(value: Any, env_class: type[Env]) -> float:

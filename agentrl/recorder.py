@@ -6,6 +6,8 @@ agent, a template that cannot be proven), a new segment opens. Sampled ids enter
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterable, Sequence
 
 from agentrl.engine.base import Generation
@@ -71,6 +73,10 @@ class Recorder:
         """Tokens in the agent's current segment."""
         return len(self._segments[self._current[agent_id]].ids)
 
+    def crc(self, agent_id: str = "policy") -> int:
+        """CRC-32 of what `context` gives (as little-endian int32); only what is new since the last call is gone through."""
+        return self._segments[self._current[agent_id]].checksum()
+
     def last_span(self, agent_id: str = "policy") -> Span:
         """The span appended last to the agent's current segment."""
         return self._segments[self._current[agent_id]].spans[-1]
@@ -112,18 +118,25 @@ class Recorder:
 
 
 class _Open:
-    """A segment being built: its spans, and their ids in one list."""
+    """A segment being built: its spans, their ids in one list, and the checksum of these."""
 
-    __slots__ = ("agent_id", "ids", "spans")
+    __slots__ = ("_crc", "_summed", "agent_id", "ids", "spans")
 
     def __init__(self, agent_id: str) -> None:
         self.agent_id = agent_id
         self.spans: list[Span] = []
         self.ids: list[int] = []
+        self._crc = self._summed = 0
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
         self.ids.extend(span.ids)
+
+    def checksum(self) -> int:
+        """Of `ids`."""
+        self._crc = zlib.crc32(array("i", self.ids[self._summed :]).tobytes(), self._crc)
+        self._summed = len(self.ids)
+        return self._crc
 
 
 def check_contexts(segments: Sequence[Segment], turns: Iterable[tuple[int, int, Sequence[int]]]) -> int:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from agentrl.episode import EpisodeRunner
 from agentrl.errors import RewardFailure, TooManyFailuresError
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
+
+_GC_OBJECTS = 100_000
+"""new objects between two collections while episodes run"""
 
 
 @dataclass
@@ -107,8 +112,9 @@ class Rollout:
         """
         table = CauseTable()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
+            with _fewer_collections():
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
         except ExceptionGroup as e:
             raise _first(e) from None  # the first error alone, not a group of what followed from it
         done = [t.result() for t in running]
@@ -168,6 +174,18 @@ class Rollout:
                 f"{table.failures} of {table.attempts} episode attempts failed, more than max_failure_share "
                 f"{self.limits.max_failure_share:g} allows; the causes:\n{table}"
             )
+
+
+@contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """Episodes make many objects that live long and hardly a cycle; by its usual thresholds the collector goes through them again and again."""
+    before = gc.get_threshold()
+    if gc.isenabled() and before[0]:
+        gc.set_threshold(max(before[0], _GC_OBJECTS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _key(t: Trajectory) -> tuple[str, str]:

@@ -91,7 +91,8 @@ class Connection(asyncio.Protocol):
             TimeoutError: no answer in time.
         """
         loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
+        waiter: asyncio.Future[Answer] = loop.create_future()
+        self._waiter = waiter
         timer = loop.call_later(timeout_s, self._late)
         try:
             self.transport.write(request)

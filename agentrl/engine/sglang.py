@@ -26,6 +26,7 @@ from agentrl.engine.sglang_protocol import (
     read_version,
     request_body,
     sampled_tokens,
+    within,
 )
 from agentrl.engine.weights import check_weights
 from agentrl.errors import EngineAbort, EngineFailure, Failure
@@ -48,7 +49,15 @@ class _Flight:
     sent: bool = False
     """the server has it and has not answered"""
     task: asyncio.Task[Any] | None = None
+    """that waits for the answer"""
     given_up: Failure | None = None
+
+    def give_up(self, why: Failure) -> None:
+        """Have the waiting task raise this at once."""
+        if self.given_up is None:
+            self.given_up = why
+            if self.task is not None:
+                self.task.cancel()
 
 
 class SGLangEngine:
@@ -150,9 +159,9 @@ class SGLangEngine:
         facts = self.facts
         if self._asleep:
             raise EngineFailure(f"the engine at {self.address} sleeps; wake it before generate", "engine asleep")
-        context = list(ids)
+        context = ids if isinstance(ids, list) else list(ids)
         room = check_request(context, sampling, self.context_length)
-        if self.vocab_size is not None and not (min(context) >= 0 and max(context) < self.vocab_size):
+        if self.vocab_size is not None and not within(context, self.vocab_size):
             raise EngineFailure(f"the context holds ids outside 0..{self.vocab_size - 1}", "ids outside the vocabulary")
         flight = _Flight(session)
         self._flights.add(flight)
@@ -170,28 +179,26 @@ class SGLangEngine:
                 if not goes_on(part, sampling):
                     return join(parts)
                 if room <= 0:
-                    return join([*parts[:-1], replace(part, finish_reason=FinishReason.LENGTH)])
-                context += part.ids
+                    return join([*parts[:-1], replace(part, finish_reason=FinishReason.LENGTH, matched_stop=None)])
+                context = [*context, *part.ids]
         finally:
             self._flights.discard(flight)
 
     async def _ask(self, flight: _Flight, ids: list[int], sampling: SamplingParams, room: int, *, seeded: bool) -> Any:
         """Send one request, once the engine is not paused; EngineAbort if it is given up."""
         flight.rid = uuid.uuid4().hex
-        flight.task = asyncio.create_task(
-            self._send(flight, request_body(ids, sampling, room, flight.rid, seeded=seeded))
-        )
+        task = flight.task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
         try:
-            await asyncio.wait({flight.task})
+            return await self._send(flight, request_body(ids, sampling, room, flight.rid, seeded=seeded))
         except asyncio.CancelledError:
-            flight.task.cancel()
+            if flight.given_up is not None and task.uncancel() <= cancels:  # else the task itself was cancelled as well
+                raise flight.given_up from None
             self._later(self._abort_quietly(flight.rid))
             raise
-        if flight.given_up is not None:
-            if not flight.task.cancelled():
-                flight.task.exception()
-            raise flight.given_up
-        return flight.task.result()
+        finally:
+            flight.task = None
 
     async def _send(self, flight: _Flight, body: dict[str, Any]) -> Any:
         await self._open.wait()
@@ -229,9 +236,7 @@ class SGLangEngine:
         """Give up requests in flight, of one session or all: they raise EngineAbort at once, the server hears of it."""
         flights = [f for f in self._flights if session in (None, f.session)]
         for flight in flights:
-            flight.given_up = EngineAbort("the request was aborted", "aborted")
-            if flight.task is not None:
-                flight.task.cancel()
+            flight.give_up(EngineAbort("the request was aborted", "aborted"))
         for flight in flights:
             await self._abort_quietly(flight.rid)
 
@@ -273,9 +278,7 @@ class SGLangEngine:
         self._closed = True
         self._open.set()
         for flight in list(self._flights):
-            if flight.task is not None and not flight.task.done():
-                flight.given_up = flight.given_up or EngineFailure("the engine was closed", "engine closed")
-                flight.task.cancel()
+            flight.give_up(EngineFailure("the engine was closed", "engine closed"))
         for task in list(self._background):
             task.cancel()
         await self.http.close()

@@ -1,4 +1,4 @@
-"""A faster encoder for byte-level BPE, used only where its ids are the tokenizer's own.
+"""A faster encoder and decoder for byte-level BPE, used only where they give the tokenizer's own ids and text.
 
 Byte-level BPE cuts a text into words with a regular expression and encodes each word alone, so ids of words can be kept. The words
 themselves are encoded by the tokenizer; what has to be proven is that `regex` cuts a text where the tokenizer does. Structure: the
@@ -10,6 +10,7 @@ tried in all kinds of company before the first text that holds it is encoded her
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
@@ -36,6 +37,42 @@ _PROBES = (
     "Größe naïve Ελληνικά русский 中文字符 日本語テキスト 한국어 हिन्दी العربية 😀👩‍👩‍👧 e\u0301 \u00a0\u3000x\u2028y",
     '<|im_end|>\n<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"q": "1\\n2"}}</tool_call>   ',
 )
+
+
+class FastDecoder(dict[int, bytes]):
+    """Text of ids: the bytes of every token, joined. For byte-level decoders alone, and tried on awkward ids before it is used."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._token = backend.id_to_token
+        self._bytes = {c: b for b, c in _letters().items()}
+
+    @classmethod
+    def build(cls, backend: tokenizers.Tokenizer) -> FastDecoder | None:
+        """The decoder for a tokenizer, or None if its own works otherwise."""
+        if backend.decoder is None or part_state(backend.decoder).get("type") != "ByteLevel":
+            return None
+        decoder = cls(backend)
+        n, added = backend.get_vocab_size(), list(backend.get_added_tokens_decoder())
+        strides = [list(range(start, n, step)) for start, step in ((0, 997), (1, 1013), (5, 1231))]
+        around = [i for a in added for i in (a, 100, a, a, 200, 150)]
+        for ids in (*strides, list(range(min(n, 512))), list(range(min(n, 400), 0, -3)), around, [n + 9, 5]):
+            if decoder.decode(ids) != backend.decode(ids, skip_special_tokens=False):
+                return None
+        return decoder
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What the tokenizer's own `decode` gives, special tokens shown."""
+        return b"".join([self[i] for i in ids]).decode("utf-8", "replace")
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token(token_id) or ""
+        try:
+            found = bytes([self._bytes[c] for c in token])
+        except KeyError:  # an added token, written as it is
+            found = token.encode()
+        self[token_id] = found
+        return found
 
 
 class FastEncoder:
@@ -101,6 +138,13 @@ class FastEncoder:
             ends.append((ends[-1] if ends else 0) + len(word))
         theirs = [end for _, (_, end) in self._split(text)]
         return "".join(words) == text and ends == theirs
+
+
+def _letters() -> dict[int, str]:
+    """GPT-2's way of writing bytes as letters."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in kept]
+    return {**{b: chr(b) for b in kept}, **{b: chr(256 + i) for i, b in enumerate(rest)}}
 
 
 def part_state(part: Any) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Literal
 
+import orjson
+
 from agentrl.errors import TemplateError
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.facts import QUESTION, check_tokens, flattened, prefill_of, takes_parts, written_ends
@@ -23,6 +25,8 @@ from agentrl.types import Action, FinishReason, Message, Provenance
 
 GENERIC = Family("generic", (), "hermes")
 _CACHE = 4096
+_PROMPTS = 256
+"""first contexts that are kept: the members of a group begin with the same one"""
 
 
 class Renderer:
@@ -64,6 +68,7 @@ class Renderer:
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special, where, now=now)
         self._shield = Shield(tokenizer, raw_content)
         self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
+        self._prompts: dict[bytes, Pieces] = {}
         self._inline: dict[int, tuple[list[int], ...]] = {}
         self._takes_parts = takes_parts(self._template, family, template_args)
         check_tokens(self._template, tokenizer, family, template_args, where)
@@ -100,6 +105,17 @@ class Renderer:
             TemplateError: the template refuses the conversation.
         """
         listed = list(tools) if self.format.needs_tools else []
+        key = _key(messages, listed)
+        known = self._prompts.get(key)
+        if known is None:
+            known = self._first(messages, listed)
+            if len(self._prompts) >= _PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            if key:
+                self._prompts[key] = known
+        return known
+
+    def _first(self, messages: Sequence[Message], listed: list[Any]) -> Pieces:
         adapted, listed, base = self._shield.conversation(self._adapted(messages), listed)
         text = self._template.render(adapted, tools=listed, generate=True, **self._args)
         return self._with_images(
@@ -283,6 +299,16 @@ class Renderer:
         if key not in self._inline:
             self._inline[key] = self.tokenizer.encode(parts[0][0]), self.tokenizer.encode(parts[-1][0])
         return merged(cut(ids, *self._inline[key]))
+
+
+def _key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Equal for equal conversations; b'' for one with images, or that is no plain JSON."""
+    if next(image_parts(messages), None) is not None:
+        return b""
+    try:
+        return orjson.dumps((messages, tools))
+    except TypeError:
+        return b""
 
 
 def strip_control(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from agentrl.errors import TemplateError
-from agentrl.render.fast import FastEncoder, part_state
+from agentrl.render.fast import FastDecoder, FastEncoder, part_state
 
 _BASES = (0xF0000, 0x100000, 0xF8000, 0x108000)
 """where private-use stand-ins may start; one whose range the content does not use is taken"""
@@ -49,6 +49,7 @@ class Tokenizer:
         """the special ones"""
         self._plain = _without_added(backend)
         self._fast = FastEncoder.build(self._plain)
+        self._fast_decoder = FastDecoder.build(backend)
         self._names = list(self.added)
         self._index = {name: i for i, name in enumerate(self._names)}
         self.pattern = (
@@ -139,6 +140,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens shown."""
+        if self._fast_decoder is not None:
+            return self._fast_decoder.decode(ids)
         text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 

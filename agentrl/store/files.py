@@ -46,19 +46,19 @@ class EpisodeWriter:
     def append(self, record: dict[str, Any]) -> None:
         """Append a record as it is."""
         frame = self._compressor.compress(encode(record))
-        at = self._file.tell()
         self._file.write(frame)
         self._file.flush()
-        self._index.write(write_entry(summary(record, at, len(frame))))
+        self._index.write(write_entry(summary(record, self._at, len(frame))))
         self._index.flush()
-        if self._file.tell() > ROTATE_BYTES:
+        self._at += len(frame)
+        if self._at > ROTATE_BYTES:
             self.close()
             self._number += 1
             self._open()
 
     def position(self) -> tuple[int, int]:
         """(file number, bytes): what `truncate` goes back to."""
-        return self._number, self._file.tell()
+        return self._number, self._at
 
     def close(self) -> None:
         """Flush to disk and close."""
@@ -69,7 +69,8 @@ class EpisodeWriter:
     def _open(self) -> None:
         path = self.folder / f"{self._number:06d}.jsonl.zst"
         self._file: BinaryIO = path.open("ab")
-        self._index: BinaryIO = index_of(path).open("ab" if self._file.tell() else "wb")
+        self._at = self._file.tell()
+        self._index: BinaryIO = index_of(path).open("ab" if self._at else "wb")
 
 
 class Frame(NamedTuple):

@@ -10,6 +10,8 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -186,7 +188,15 @@ def _turn(t: Turn) -> dict[str, Any]:
 
 
 def _fields(obj: Any) -> dict[str, Any]:
-    return {f.name: getattr(obj, f.name) for f in fields(obj)}
+    cls: Any = type(obj)
+    names, values = _getter(cls)
+    return dict(zip(names, values(obj), strict=True))
+
+
+@cache
+def _getter(cls: type[Any]) -> tuple[tuple[str, ...], attrgetter[tuple[Any, ...]]]:
+    names = tuple(f.name for f in fields(cls))
+    return names, attrgetter(*names)
 
 
 def _span(s: Span) -> dict[str, Any]:
