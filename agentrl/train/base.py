@@ -81,8 +81,11 @@ class Trainer(Protocol):
     Every wait is bounded; a rank that died, hung or raised is a WorkerError with the end of its log.
     """
 
-    def log_probs(self, rows: Sequence[Row], *, reference: bool = False) -> list[Floats]:
-        """Per-token log-probs of the current (or the frozen reference) weights, each row's temperature applied; entry 0 is 0."""
+    def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
+        """Per-token log-probs of the current (or the frozen reference) weights, each row's temperature applied; entry 0 is 0.
+
+        `trained_only`: only where `Row.weights` is not 0, the rest is 0; cheaper.
+        """
 
     def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> Mapping[str, float]:
         """One optimizer step on the global batch. Returns loss, grad_norm, clip_fraction, kl, entropy, rollout_log_prob_diff_mean / _max …"""
