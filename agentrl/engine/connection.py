@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 
@@ -90,6 +90,8 @@ class Connection(asyncio.Protocol):
             Lost: it was closed by the server.
             TimeoutError: no answer in time.
         """
+        if self.transport.is_closing():
+            raise Lost("the server closed it", begun=False)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Answer] = loop.create_future()
         self._waiter = waiter
@@ -100,7 +102,7 @@ class Connection(asyncio.Protocol):
         finally:
             timer.cancel()
             self._waiter = None
-            if waiter.cancelled() or waiter.exception() is not None:
+            if not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
                 self.transport.abort()
 
     def close(self) -> None:
@@ -111,8 +113,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is there."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         """A part of an answer, often all of it."""
