@@ -12,12 +12,13 @@ Read = tuple[str, dict[str, Any], str | None] | ParseError
 """(name, arguments, id or None) of one call, or what is wrong with it"""
 SURROGATE = re.compile("[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(strict=False)
+_WRITER = json.JSONEncoder(ensure_ascii=False)
 
 
 def read_json(text: str) -> Any:
     """JSON as policies write it (raw newlines in strings are accepted), or a ParseError."""
     try:
-        value = json.loads(text, strict=False, parse_constant=_no_constant)
+        value = _READER.decode(text)
     except RecursionError:
         return ParseError("content", "the call is nested too deeply", text)
     except ValueError as e:
@@ -108,9 +109,12 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+_READER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+
+
 def _encodable(value: Any) -> bool:
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        _WRITER.encode(value).encode()
     except (UnicodeEncodeError, RecursionError, ValueError):
         return False
     return True

@@ -10,12 +10,15 @@ tried in all kinds of company before the first text that holds it is encoded her
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ASCII = {"L": "a-zA-Z", "N": "0-9", "Nd": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": ""}
+"""what of a Unicode class is ASCII"""
 _MAX_WORDS = 200_000
 _COMPANY = (
     "a{}b",
@@ -86,6 +89,7 @@ class FastEncoder:
         self._words: dict[str, tuple[int, ...]] = {}
         self._good: set[str] = set()
         self._bad: set[str] = set()
+        self._findall_ascii = self._quicker(pattern.pattern)
 
     @classmethod
     def build(cls, plain: tokenizers.Tokenizer) -> FastEncoder | None:
@@ -106,13 +110,17 @@ class FastEncoder:
 
     def encode(self, text: str) -> list[int] | None:
         """The ids, or None where the tokenizer itself must be asked."""
-        if not text.isascii() and self._normalize is not None:
-            text = self._normalize(text)
-        if not self._good.issuperset(text) and not self._learn(set(text) - self._good):
-            return None
+        find = self._findall
+        if self._findall_ascii is not None and text.isascii():
+            find = self._findall_ascii
+        else:
+            if self._normalize is not None and not text.isascii():
+                text = self._normalize(text)
+            if not self._good.issuperset(text) and not self._learn(set(text) - self._good):
+                return None
         ids: list[int] = []
         words = self._words
-        for word in self._findall(text):
+        for word in find(text):
             known = words.get(word)
             if known is None:
                 known = tuple(self._plain.encode(word, add_special_tokens=False).ids)
@@ -123,6 +131,16 @@ class FastEncoder:
             ids += known
         return ids
 
+    def _quicker(self, source: str) -> Any:
+        """The pattern for the standard library's `re`, which is twice as fast on ASCII; None unless all of ASCII is cut as it should be."""
+        try:
+            find = re.compile(_for_ascii(source), re.ASCII).findall
+        except (KeyError, re.error):
+            return None
+        companies = [c for c in _COMPANY if c.isascii()]
+        texts = [c.replace("{}", chr(i)) for i in range(128) for c in companies] + [p for p in _PROBES if p.isascii()]
+        return find if all(self._same(text, find) for text in texts) else None
+
     def _learn(self, chars: set[str]) -> bool:
         """Try new characters; False if one of the text's is cut differently."""
         for char in chars - self._bad:
@@ -130,14 +148,34 @@ class FastEncoder:
             (self._good if alike else self._bad).add(char)
         return not chars & self._bad
 
-    def _same(self, text: str) -> bool:
+    def _same(self, text: str, find: Any = None) -> bool:
         """Do both cut this text at the same places (and lose none of it)?"""
-        words = self._findall(text)
+        words = (find or self._findall)(text)
         ends: list[int] = []
         for word in words:
             ends.append((ends[-1] if ends else 0) + len(word))
         theirs = [end for _, (_, end) in self._split(text)]
         return "".join(words) == text and ends == theirs
+
+
+def _for_ascii(source: str) -> str:
+    """The pattern with Unicode's classes written as ASCII ranges.
+
+    Raises:
+        KeyError: it holds a class that is not listed here, or that no ASCII character is in.
+    """
+    parts: list[str] = []
+    inside = False
+    for part in re.findall(r"\\p\{\w+\}|\\.|.", source, re.DOTALL):
+        if part.startswith("\\p{"):
+            letters = _ASCII[part[3:-1]]
+            if not (letters or inside):
+                raise KeyError(part)
+            parts.append(letters if inside else f"[{letters}]")
+            continue
+        inside = part == "[" or (inside and part != "]")
+        parts.append(part)
+    return "".join(parts)
 
 
 def _letters() -> dict[int, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from agentrl.render.calls import Read, as_tool_calls
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
@@ -90,7 +91,7 @@ class BlockParser:
         self.errors: list[ParseError] = []
         self.visible = ""
         """all but thinking and calls; known once it is finished"""
-        self._opening = re.compile("|".join(map(re.escape, (_THINK_OPEN, _THINK_CLOSE, fmt.open))))
+        self._opening = _opening(fmt.open)
         self._longest = max(map(len, (_THINK_CLOSE, fmt.open, fmt.close or ""))) - 1
         self._seen = 0
 
@@ -191,6 +192,12 @@ class BlockParser:
                 )
             else:
                 self.calls.append(ToolCall(item[0], item[1], item[2] or self._format.call_id(len(self.calls))))
+
+
+@cache
+def _opening(mark: str) -> re.Pattern[str]:
+    """Finds where something other than text begins."""
+    return re.compile("|".join(map(re.escape, (_THINK_OPEN, _THINK_CLOSE, mark))))
 
 
 class TextParser:

@@ -31,6 +31,11 @@ def exact_match(trajectory: Trajectory) -> float:
     return float(trajectory.answer == trajectory.label)
 
 
+def document(number: int) -> str:
+    """One of 64."""
+    return _ASSETS.documents[number % len(_ASSETS.documents)]
+
+
 class Search(ToolEnv):
     """A tool that takes 10 ms, and a reward."""
 
@@ -47,9 +52,8 @@ class Search(ToolEnv):
         """
         METER.hit()
         Search.calls += 1
-        document = _ASSETS.documents[Search.calls % len(_ASSETS.documents)]
         await asyncio.sleep(0.010)
-        return document
+        return document(Search.calls)
 
 
 def make_runner(address: str, renderer: Renderer, turns: int, env: type[ToolEnv] = Search) -> EpisodeRunner:

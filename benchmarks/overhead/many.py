@@ -1,0 +1,38 @@
+"""10,000 episodes of 8 turns at once in one process: that they complete, what memory they take, that nothing is left behind.
+
+    python -m benchmarks.overhead.many [--episodes 10000] [--turns 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import Any
+
+from benchmarks.overhead import agent
+from benchmarks.overhead.meter import memory_kb
+from benchmarks.overhead.processes import Mock
+
+
+def main() -> int:
+    """Run and say; status 1 if something is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=10_000)
+    parser.add_argument("--turns", type=int, default=8)
+    args = parser.parse_args()
+    renderer = agent.make_agent_renderer()
+    baseline_kb = memory_kb("VmRSS")
+    with Mock(args.turns) as mock:
+        work = agent.run(mock.address, args.episodes, args.turns, args.episodes, renderer=renderer)
+        found: dict[str, Any] = asyncio.run(work)
+    found.pop("rounds_ms")
+    found["kb_per_episode"] = (found["peak_mb"] * 1024 - baseline_kb) / args.episodes
+    print(json.dumps(found))
+    good = found["done"] == args.episodes and not (found["tasks_left"] or found["wrong"] or found["violations"])
+    return 0 if good and found["kb_per_episode"] < 100 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

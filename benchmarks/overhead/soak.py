@@ -1,0 +1,142 @@
+"""A minute with everything that goes wrong, beside a minute without: throughput, accounts, memory.
+
+    python -m benchmarks.overhead.soak [--seconds 60]
+
+4-turn episodes, 256 at once, a tool timeout of 2 s. The tool hangs 1 % of the time, raises 1 %, returns 1 MB 1 %; the engine drops 1 % of
+the connections instead of answering.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agentrl import Trajectory, tool
+from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.store import EpisodeWriter, read_episodes
+from agentrl.types import EpisodeSpec
+from benchmarks.overhead import agent
+from benchmarks.overhead.meter import memory_kb
+from benchmarks.overhead.processes import Mock
+
+CONCURRENT = 256
+SHARE = 0.01
+MEGABYTE = "x word " * (1_000_000 // 7)
+_random = random.Random(1)
+
+
+class Clean(agent.Search):
+    """The tool as it should be."""
+
+    @tool(max_concurrency=100_000, timeout_s=2.0)
+    async def search(self, query: str) -> str:
+        """Search the corpus."""
+        await asyncio.sleep(0.010)
+        return agent.document(len(query))
+
+
+class Faulty(agent.Search):
+    """The tool on a bad day."""
+
+    @tool(max_concurrency=100_000, timeout_s=2.0, max_result_bytes=4096)
+    async def search(self, query: str) -> str:
+        """Search the corpus."""
+        dice = _random.random()
+        if dice < SHARE:
+            await asyncio.sleep(3600)
+        if dice < 2 * SHARE:
+            raise ValueError("a bad day")
+        if dice < 3 * SHARE:
+            return MEGABYTE
+        await asyncio.sleep(0.010)
+        return agent.document(len(query))
+
+
+class Keeper:
+    """Counts what finished, writes it, and looks at memory twice a second."""
+
+    def __init__(self, writer: EpisodeWriter) -> None:
+        self.writer = writer
+        self.attempts = 0
+        self.memory: list[int] = []
+        self._next = 0.0
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        """An attempt is over."""
+        self.writer.write(trajectory)
+        self.attempts += 1
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + 0.5
+            self.memory.append(memory_kb("VmRSS"))
+
+
+def episodes(seconds: float, batch: int) -> Iterator[list[list[EpisodeSpec]]]:
+    """Batches until the time is over."""
+    end, first = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        yield agent.specs(batch, first)
+        first += batch
+
+
+async def soak(address: str, env: type[agent.Search], seconds: float, renderer: Any) -> dict[str, Any]:
+    """As many episodes as there is time for, 2,048 a rollout; what became of every one."""
+    folder = Path(tempfile.mkdtemp())
+    runner = agent.make_runner(address, renderer, 4, env)
+    await runner.engine.start()
+    keeper = Keeper(EpisodeWriter(folder))
+    rollout = Rollout(runner, RolloutLimits(concurrency=CONCURRENT))
+    issued = kept = retried = lost = 0
+    causes: dict[str, int] = {}
+    started = time.monotonic()
+    for batch in episodes(seconds, 2048):
+        groups, table = await rollout.run(batch, progress=keeper)
+        issued += sum(map(len, batch))
+        kept += sum(len(g.trajectories) for g in groups)
+        retried += table.retried
+        for (reason, cause), n in table.counts.items():
+            causes[f"{reason}: {cause}" if cause else reason] = causes.get(f"{reason}: {cause}" if cause else reason, 0) + n
+    wall = time.monotonic() - started
+    lost = keeper.attempts - retried - kept
+    keeper.writer.close()
+    await runner.engine.close()
+    runner.close()
+    recorded = sum(1 for _ in read_episodes(folder))
+    shutil.rmtree(folder)
+    late = keeper.memory[len(keeper.memory) // 4 :]
+    half = len(late) // 2
+    return {
+        "episodes_per_s": kept / wall, "issued": issued, "kept": kept, "lost": lost, "attempts": keeper.attempts, "retried": retried,
+        "recorded": recorded, "accounted": keeper.attempts == sum(causes.values()) == recorded and issued == keeper.attempts - retried,
+        "tasks_left": len(asyncio.all_tasks()) - 1, "tools": runner.toolbox.counts, "causes": causes, "wall_s": wall,
+        "memory_mb": [round(statistics.fmean(part) / 1024, 1) for part in (late[:half], late[half:]) if part],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Both, and the ratio; status 1 if something is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    args = parser.parse_args()
+    renderer = agent.make_agent_renderer()
+    found = {}
+    for name, env, drop in (("clean", Clean, 0.0), ("faulty", Faulty, SHARE)):
+        with Mock(4, drop=drop) as mock:
+            found[name] = asyncio.run(soak(mock.address, env, args.seconds, renderer))
+    ratio = found["faulty"]["episodes_per_s"] / found["clean"]["episodes_per_s"]
+    print(json.dumps({**found, "ratio": ratio}, indent=1))
+    early, late = found["faulty"]["memory_mb"]
+    return 0 if ratio >= 0.8 and found["faulty"]["accounted"] and late < 1.05 * early else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
