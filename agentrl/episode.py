@@ -234,12 +234,14 @@ class Episode:
         """Ask the engine, record exactly what it sampled, read the action."""
         self.end_turn()
         runner, index = self.runner, len(self.turns)
-        context, crc = self.recorder.context(), self.recorder.crc()
+        length, crc = self.recorder.length(), self.recorder.crc()
         seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
             generation = await runner.engine.generate(
-                context, replace(runner.sampling, max_new_tokens=room, seed=seed), session=self.spec.episode_id
+                self.recorder.context(),
+                replace(runner.sampling, max_new_tokens=room, seed=seed),
+                session=self.spec.episode_id,
             )
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
@@ -258,7 +260,7 @@ class Episode:
         self.draft = {
             "index": index,
             "segment": self.recorder.segment_index(),
-            "context_length": len(context),
+            "context_length": length,
             "action": action,
             "matched_stop": generation.matched_stop,
             "context_crc": crc,

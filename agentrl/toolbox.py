@@ -195,6 +195,8 @@ def _clean(text: str) -> str:
 
 def _cut(call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
     """Cut to `limit` bytes of UTF-8 at a character boundary, and say so in the text. Lone surrogates become '?', as in `_clean`."""
+    if text.isascii() and len(text) <= limit:
+        return ToolResult(call.id, call.name, text, is_error)
     raw = text.encode("utf-8", errors="replace")
     if len(raw) <= limit:
         return ToolResult(call.id, call.name, raw.decode(), is_error)

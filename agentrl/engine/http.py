@@ -38,11 +38,12 @@ class HttpClient:
         Raises:
             EngineFailure: no answer in time, a lost connection, or a status from 400 up.
         """
-        return await self._ask("POST", path, orjson.dumps(body), timeout_s)
+        request = self._origin.request("POST", path, orjson.dumps(body))
+        return await self._ask(path, request, timeout_s)
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """As `post`, without a body."""
-        return await self._ask("GET", path, None, timeout_s)
+        return await self._ask(path, self._origin.request("GET", path, None), timeout_s)
 
     async def close(self) -> None:
         """Drop all connections; idempotent."""
@@ -53,8 +54,7 @@ class HttpClient:
             self._sweep.cancel()
             self._sweep = None
 
-    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
-        request = self._origin.request(method, path, body)
+    async def _ask(self, path: str, request: bytes, timeout_s: float) -> Any:
         kept = self._kept()
         try:
             try:

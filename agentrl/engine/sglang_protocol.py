@@ -18,6 +18,9 @@ from agentrl.types import FinishReason
 TESTED = ("0.5.23",)
 """on a CPU; what 0.5.17 does otherwise (no brackets around weight updates) is known and followed, but no whole run was made on it"""
 _INTS, _FLOATS = frozenset((int,)), frozenset((float,))
+_SHARED: dict[int, int] = {}
+"""one object for each id, however often it is sampled: 28 bytes less for each token of an episode that is kept"""
+_MOST_SHARED = 1 << 19
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -147,6 +150,9 @@ def read_generation(answer: Mapping[str, Any], unnamed_version: int, address: st
             f"{address}/generate: output_ids ({len(said)}) and the ids of output_token_logprobs ({len(ids)}) differ",
             "engine: ids and log-probs differ",
         )
+    if len(_SHARED) > _MOST_SHARED:
+        _SHARED.clear()
+    ids = tuple(map(_SHARED.setdefault, ids, ids))
     if not _FLOATS.issuperset(map(type, log_probs)):
         log_probs = tuple([math.nan if p is None else float(p) for p in log_probs])
     if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= 1e-3):
