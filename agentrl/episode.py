@@ -236,13 +236,10 @@ class Episode:
         runner, index = self.runner, len(self.turns)
         length, crc = self.recorder.length(), self.recorder.crc()
         seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
+        sampling = self.sampling(room, seed)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
-            generation = await runner.engine.generate(
-                self.recorder.context(),
-                replace(runner.sampling, max_new_tokens=room, seed=seed),
-                session=self.spec.episode_id,
-            )
+            generation = await runner.engine.generate(self.recorder.context(), sampling, session=self.spec.episode_id)
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine gave the generation up", "engine abort")
@@ -268,6 +265,13 @@ class Episode:
             "timings": {"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
         }
         return generation
+
+    def sampling(self, room: int, seed: int) -> SamplingParams:
+        """Of this generation."""
+        s = self.runner.sampling
+        return SamplingParams(
+            room, s.temperature, s.top_p, s.top_k, s.stop, s.stop_token_ids, s.ignore_eos, seed
+        )  # `replace` takes three times as long
 
     async def use_tools(self, action: Action) -> Action:
         """Execute the action's calls."""
@@ -380,7 +384,12 @@ class Episode:
                 await self.finish(ToolFailure, "tool close", tool.close)
             if getattr(self.env.close, "__func__", None) is not Env.close:
                 await self.finish(EnvFailure, "env close", self.env.close)
-        await self.finish(EngineFailure, "engine release", partial(self.runner.engine.release, self.spec.episode_id))
+        try:
+            with boundary(EngineFailure, "engine release"):
+                async with asyncio.timeout(self.runner.env_class.timeout_s):
+                    await self.runner.engine.release(self.spec.episode_id)
+        except (Failure, UsageError) as e:
+            self.close_failure = self.close_failure or getattr(e, "cause", str(e))
 
     async def finish(self, kind: type[Failure], where: str, call: Callable[[], Any]) -> Any:
         """Make one closing call; None if it failed."""

@@ -79,7 +79,7 @@ class Toolbox:
             if failure is not None:
                 raise failure
             results = [o for o in outcomes if isinstance(o, ToolResult)]
-        return replace(action, results=tuple(results))
+        return Action(action.text, action.calls, action.errors, action.finish_reason, action.answer, tuple(results))
 
     def close(self) -> None:
         """Let the pools' idle threads end."""
@@ -103,7 +103,10 @@ class Toolbox:
         started = time.perf_counter()
         async with limiter.slots:
             result = await self._attempts(spec, limiter, call, arguments)
-        return replace(result, duration_s=time.perf_counter() - started)
+        took = time.perf_counter() - started
+        return ToolResult(
+            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, duration_s=took
+        )
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
         fn = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)

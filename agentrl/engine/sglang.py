@@ -94,6 +94,8 @@ class SGLangEngine:
         """ids are below it; None: not known"""
         self.started = 0
         """how often `start` found a server: what was agreed with an earlier one is gone"""
+        self._name, self._asked = uuid.uuid4().hex, 0
+        """of this client, and its requests so far: no two requests to a server have the same id"""
         self._facts: ServerFacts | None = None
         self._flights: set[_Flight] = set()
         self._open = asyncio.Event()
@@ -186,7 +188,8 @@ class SGLangEngine:
 
     async def _ask(self, flight: _Flight, ids: list[int], sampling: SamplingParams, room: int, *, seeded: bool) -> Any:
         """Send one request, once the engine is not paused; EngineAbort if it is given up."""
-        flight.rid = uuid.uuid4().hex
+        self._asked += 1
+        flight.rid = f"{self._name}-{self._asked}"
         task = flight.task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()

@@ -12,6 +12,7 @@ from agentrl import ToolEnv, Trajectory, reward, tool
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.episode import EpisodeRunner, Limits
+from agentrl.pool import pure
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import Rollout, RolloutLimits
@@ -26,6 +27,7 @@ _ASSETS = load()
 
 
 @reward
+@pure
 def exact_match(trajectory: Trajectory) -> float:
     """1 for the right answer."""
     return float(trajectory.answer == trajectory.label)

@@ -1,6 +1,6 @@
 """10,000 episodes of 8 turns at once in one process: that they complete, what memory they take, that nothing is left behind.
 
-    python -m benchmarks.overhead.many [--episodes 10000] [--turns 8]
+python -m benchmarks.overhead.many [--episodes 10000] [--turns 8]
 """
 
 from __future__ import annotations

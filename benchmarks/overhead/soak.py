@@ -104,7 +104,9 @@ async def soak(address: str, env: type[agent.Search], seconds: float, renderer: 
         kept += sum(len(g.trajectories) for g in groups)
         retried += table.retried
         for (reason, cause), n in table.counts.items():
-            causes[f"{reason}: {cause}" if cause else reason] = causes.get(f"{reason}: {cause}" if cause else reason, 0) + n
+            causes[f"{reason}: {cause}" if cause else reason] = (
+                causes.get(f"{reason}: {cause}" if cause else reason, 0) + n
+            )
     wall = time.monotonic() - started
     lost = keeper.attempts - retried - kept
     keeper.writer.close()
