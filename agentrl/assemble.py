@@ -17,6 +17,7 @@ from agentrl.engine.base import Engine, SamplingParams
 from agentrl.env import Env, check_env_args, has_tools, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.errors import ConfigError, DataError, UsageError
+from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
@@ -25,33 +26,6 @@ from agentrl.types import Task
 if TYPE_CHECKING:
     from agentrl.engine.choose import ServerPlan
     from agentrl.sync.base import WeightSync
-
-ASSETS = Path(__file__).parent / "assets"
-
-
-def model_folder(name: str) -> Path:
-    """The folder of a model: an embedded one by name, a path, or a hub id (downloaded if it is not here yet).
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for folder in (ASSETS / name, Path(name)):
-        if (folder / "config.json").exists():
-            return folder
-    if Path(name).exists():
-        raise ConfigError(f"--hf-checkpoint {name}: the folder has no config.json")
-    if name.count("/") != 1 or name.startswith(("/", "./", "../", "~")):
-        embedded = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))
-        raise ConfigError(f"--hf-checkpoint {name}: no such folder, and no embedded model of that name ({embedded})")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        raise ConfigError(
-            f"--hf-checkpoint {name}: no such folder, and the hub does not give it: {str(e).splitlines()[0]}"
-        ) from e
 
 
 class Parts:

@@ -5,7 +5,7 @@ from typing import Any
 
 def add_commands(commands: Any) -> None:
     """Add all of them to the parser."""
-    from agentrl.commands import export, fork, replay, rescore, tokens, view
+    from agentrl.commands import convert, export, fork, replay, rescore, tokens, view
 
-    for command in (replay, rescore, fork, view, export, tokens):
+    for command in (replay, rescore, fork, view, export, tokens, convert):
         command.add_parser(commands)

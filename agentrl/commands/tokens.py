@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Print the report."""
-    from agentrl.assemble import model_folder
+    from agentrl.models import model_folder
     from agentrl.render.show import show_tokens
 
     if rest:

@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from agentrl.assemble import model_folder
 from agentrl.commands.common import add_command, no_more
 from agentrl.config import build_config, read_toml
 from agentrl.errors import UsageError
+from agentrl.models import model_folder
 from agentrl.render import Tokenizer
 from agentrl.view.detail import Decode
 
