@@ -21,7 +21,7 @@ def test_a_folder_goes_by_its_path(tmp_path):
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/at/all", "./a/b"])
 def test_what_does_not_exist_is_named_with_what_does(name):
     with pytest.raises(
-        ConfigError, match="no such folder, and no embedded model of that name .search_r1_3m, smollm2-135m"
+        ConfigError, match=r"no such folder, and no embedded model of that name .search_r1_3m, smollm2-135m"
     ):
         model_folder(name)
 
