@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.episode import EpisodeRunner
@@ -112,7 +111,7 @@ class Rollout:
         """
         table = CauseTable()
         try:
-            with _fewer_collections():
+            with _fewer_collections:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
         except ExceptionGroup as e:
@@ -176,16 +175,30 @@ class Rollout:
             )
 
 
-@contextmanager
-def _fewer_collections() -> Iterator[None]:
-    """Episodes make many objects that live long and hardly a cycle; by its usual thresholds the collector goes through them again and again."""
-    before = gc.get_threshold()
-    if gc.isenabled() and before[0]:
-        gc.set_threshold(max(before[0], _GC_OBJECTS), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+class _FewerCollections:
+    """Episodes make many objects that live long and hardly a cycle; by its usual thresholds the collector goes through them again and again.
+
+    A `with` block; the thresholds come back when the last of several rollouts ends.
+    """
+
+    def __init__(self) -> None:
+        self._before = gc.get_threshold()
+        self._rollouts = 0
+
+    def __enter__(self) -> None:
+        self._rollouts += 1
+        if self._rollouts == 1:
+            self._before = gc.get_threshold()
+            if self._before[0]:
+                gc.set_threshold(max(self._before[0], _GC_OBJECTS), *self._before[1:])
+
+    def __exit__(self, *_: object) -> None:
+        self._rollouts -= 1
+        if not self._rollouts:
+            gc.set_threshold(*self._before)
+
+
+_fewer_collections = _FewerCollections()
 
 
 def _key(t: Trajectory) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -17,14 +18,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agentrl import Trajectory, tool
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.rollout import CauseTable, Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, read_episodes
-from agentrl.types import EpisodeSpec
 from benchmarks.overhead import agent
 from benchmarks.overhead.meter import memory_kb
 from benchmarks.overhead.processes import Mock
@@ -80,35 +79,31 @@ class Keeper:
             self.memory.append(memory_kb("VmRSS"))
 
 
-def episodes(seconds: float, batch: int) -> Iterator[list[list[EpisodeSpec]]]:
-    """Batches until the time is over."""
-    end, first = time.monotonic() + seconds, 0
-    while time.monotonic() < end:
-        yield agent.specs(batch, first)
-        first += batch
-
-
 async def soak(address: str, env: type[agent.Search], seconds: float, renderer: Any) -> dict[str, Any]:
-    """As many episodes as there is time for, 2,048 a rollout; what became of every one."""
+    """Episode after episode in each of 256 places, for so long; what became of every one."""
     folder = Path(tempfile.mkdtemp())
     runner = agent.make_runner(address, renderer, 4, env)
     await runner.engine.start()
     keeper = Keeper(EpisodeWriter(folder))
     rollout = Rollout(runner, RolloutLimits(concurrency=CONCURRENT))
-    issued = kept = retried = lost = 0
-    causes: dict[str, int] = {}
+    total = CauseTable()
+    numbers = itertools.count()
+    issued = kept = in_time = 0
     started = time.monotonic()
-    for batch in episodes(seconds, 2048):
-        groups, table = await rollout.run(batch, progress=keeper)
-        issued += sum(map(len, batch))
-        kept += sum(len(g.trajectories) for g in groups)
-        retried += table.retried
-        for (reason, cause), n in table.counts.items():
-            causes[f"{reason}: {cause}" if cause else reason] = (
-                causes.get(f"{reason}: {cause}" if cause else reason, 0) + n
-            )
+
+    async def place() -> None:
+        nonlocal issued, kept, in_time
+        while time.monotonic() < started + seconds:
+            groups, table = await rollout.run(agent.specs(1, next(numbers)), progress=keeper)
+            issued += 1
+            kept += len(groups)
+            in_time += len(groups) if time.monotonic() < started + seconds else 0
+            total.merge(table)
+
+    await asyncio.gather(*(place() for _ in range(CONCURRENT)))
     wall = time.monotonic() - started
-    lost = keeper.attempts - retried - kept
+    causes = {f"{reason} {cause}".strip(): n for (reason, cause), n in total.counts.items()}
+    retried = total.retried
     keeper.writer.close()
     await runner.engine.close()
     runner.close()
@@ -117,7 +112,7 @@ async def soak(address: str, env: type[agent.Search], seconds: float, renderer: 
     late = keeper.memory[len(keeper.memory) // 4 :]
     half = len(late) // 2
     return {
-        "episodes_per_s": kept / wall, "issued": issued, "kept": kept, "lost": lost, "attempts": keeper.attempts, "retried": retried,
+        "episodes_per_s": in_time / seconds, "issued": issued, "kept": kept, "lost": issued - kept, "attempts": keeper.attempts, "retried": retried,
         "recorded": recorded, "accounted": keeper.attempts == sum(causes.values()) == recorded and issued == keeper.attempts - retried,
         "tasks_left": len(asyncio.all_tasks()) - 1, "tools": runner.toolbox.counts, "causes": causes, "wall_s": wall,
         "memory_mb": [round(statistics.fmean(part) / 1024, 1) for part in (late[:half], late[half:]) if part],
