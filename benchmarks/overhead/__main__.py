@@ -6,22 +6,17 @@ python -m benchmarks.overhead [--repeats 5] [--quick] [--write]
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
-from benchmarks.overhead.assets import ROOT, load
+from benchmarks.overhead.assets import load
 from benchmarks.overhead.processes import Mock, Process
+from benchmarks.overhead.results import keep
 
-RESULTS = ROOT / "benchmarks" / "results"
 CASES = ((512, 4, 64), (512, 4, 256), (64, 32, 64))
 """episodes, turns, at once"""
 CLIENTS = {"raw": ("floor",), "agentrl": ("agent",), "agentrl+uvloop": ("agent", "--uvloop")}
-PACKAGES = ("aiohttp", "orjson", "tokenizers", "zstandard", "pydantic")
 Runs = list[dict[str, Any]]
 
 
@@ -38,7 +33,7 @@ def main() -> None:
     text = "\n\n".join(table(name, runs) for name, runs in found.items())
     print(text)
     if args.write:
-        keep(found, text)
+        keep("per turn", "make bench-overhead ARGS=--write", found, text)
 
 
 def measure(episodes: int, turns: int, concurrency: int, repeats: int) -> dict[str, Runs]:
@@ -95,21 +90,6 @@ def table(name: str, runs: dict[str, Runs]) -> str:
 
 def _median(runs: Runs, key: str) -> float:
     return statistics.median(r[key] for r in runs)
-
-
-def keep(found: dict[str, dict[str, Runs]], text: str) -> None:
-    """Write both files."""
-    about = {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "command": "make bench-overhead",
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {len(__import__('os').sched_getaffinity(0))} cores",
-        "versions": {p: version(p) for p in PACKAGES},
-    }
-    (RESULTS / "overhead_cpu.json").write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
-    said = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
-    head = f"# Overhead per turn\n\n{about['date']}, `{about['command']}`, {about['machine']}, Python {about['python']}, {said}.\n\n"
-    (RESULTS / "overhead_cpu.md").write_text(head + text + "\n")
 
 
 if __name__ == "__main__":

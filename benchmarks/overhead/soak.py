@@ -27,6 +27,7 @@ from agentrl.store import EpisodeWriter, read_episodes
 from benchmarks.overhead import agent
 from benchmarks.overhead.meter import memory_kb
 from benchmarks.overhead.processes import Mock
+from benchmarks.overhead.results import keep
 
 CONCURRENT = 256
 SHARE = 0.01
@@ -119,10 +120,21 @@ async def soak(address: str, env: type[agent.Search], seconds: float, renderer: 
     }  # fmt: skip
 
 
+def page(found: dict[str, Any], ratio: float) -> str:
+    """A line for each."""
+    lines = [
+        f"- {name}: {f['episodes_per_s']:.0f} episodes/s; issued {f['issued']}, kept {f['kept']}, lost {f['lost']}, retried {f['retried']}, "
+        f"recorded {f['recorded']}, accounted for: {f['accounted']}; memory {' -> '.join(map(str, f['memory_mb']))} MB; {f['tools']['search']}"
+        for name, f in found.items()
+    ]
+    return "\n".join([*lines, f"- faulty / clean: {ratio:.2f}"])
+
+
 def main() -> int:
     """Both, and the ratio; status 1 if something is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--write", action="store_true", help="keep in benchmarks/results/overhead_cpu.{json,md}")
     args = parser.parse_args()
     renderer = agent.make_agent_renderer()
     found = {}
@@ -131,6 +143,13 @@ def main() -> int:
             found[name] = asyncio.run(soak(mock.address, env, args.seconds, renderer))
     ratio = found["faulty"]["episodes_per_s"] / found["clean"]["episodes_per_s"]
     print(json.dumps({**found, "ratio": ratio}, indent=1))
+    if args.write:
+        keep(
+            "soak",
+            f"python -m benchmarks.overhead.soak --seconds {args.seconds:g} --write",
+            {**found, "ratio": ratio},
+            page(found, ratio),
+        )
     early, late = found["faulty"]["memory_mb"]
     return 0 if ratio >= 0.8 and found["faulty"]["accounted"] and late < 1.05 * early else 1
 
