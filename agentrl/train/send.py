@@ -241,22 +241,30 @@ class _Group:
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
             if failing():
-                self.close()
+                self.close(pending=True)
                 raise Lost("a receiver refused the weights")
             if time.monotonic() > deadline:
-                self.close()
+                self.close(pending=True)
                 raise Lost(f"a broadcast took more than {timeout_s:g} s")
             time.sleep(0.0001)
         work.wait()
 
-    def close(self) -> None:
-        """Give the group up, also in the middle of a broadcast."""
+    def close(self, *, pending: bool = False) -> None:
+        """Give the group up. `pending`: in the middle of a broadcast.
+
+        gloo's own end of a group waits for what is under way, and holds the interpreter meanwhile; such a group is left to itself.
+        """
         if self._pg is None:
             return
         pg, self._pg = self._pg, None
-        threading.Thread(
-            target=_give_up, args=(pg,), daemon=True
-        ).start()  # gloo waits for what is under way; we do not
+        if pending and not torch.cuda.is_available():
+            _LEFT.append(pg)
+        else:
+            threading.Thread(target=_give_up, args=(pg,), daemon=True).start()
+
+
+_LEFT: list[Any] = []
+"""groups with a broadcast that nobody takes; they may not be collected"""
 
 
 def _give_up(pg: Any) -> None:
