@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from agentrl.engine.base import WeightsManifest
 from agentrl.engine.local_attention import NAME, Line, block_attention
 from agentrl.engine.local_kv import BlockPool, Session
+from agentrl.engine.weights import check_fingerprint
 from agentrl.errors import EngineFailure, StoreError
 
 REFERENCE_ROWS = 64
@@ -89,16 +90,8 @@ class LocalModel:
         Raises:
             EngineFailure: unreadable, another fingerprint, or names or shapes that are not this model's.
         """
-        from agentrl.sync.fingerprint import fingerprint
-
         try:
-            found = fingerprint(weights.path)
-            if found != weights.fingerprint:
-                raise EngineFailure(
-                    f"the weights in {weights.path} have fingerprint {found}, the sender says {weights.fingerprint}; "
-                    "they were changed or cut on the way: send them again",
-                    "weights fingerprint",
-                )
+            check_fingerprint(weights)
             new = _read(weights.path)
         except (OSError, SafetensorError, StoreError) as e:
             raise EngineFailure(f"the weights in {weights.path} cannot be read: {e}", "weights unreadable") from e

@@ -12,6 +12,22 @@ from agentrl.sync.fingerprint import fingerprint
 Shapes = dict[str, tuple[int, ...]]
 
 
+def check_fingerprint(weights: WeightsManifest) -> None:
+    """The folder is whole, as its sender left it.
+
+    Raises:
+        EngineFailure: it has another fingerprint.
+        OSError, StoreError: it cannot be read.
+    """
+    found = fingerprint(weights.path)
+    if found != weights.fingerprint:
+        raise EngineFailure(
+            f"the weights in {weights.path} have fingerprint {found}, the sender says {weights.fingerprint}; "
+            "they were changed or cut on the way: send them again",
+            "weights fingerprint",
+        )
+
+
 def check_weights(weights: WeightsManifest, model_dir: Path | None) -> None:
     """The folder is whole, as its sender left it, and holds the tensors that the model in `model_dir` (if given) has.
 
@@ -19,13 +35,7 @@ def check_weights(weights: WeightsManifest, model_dir: Path | None) -> None:
         EngineFailure: it is not; nothing was changed.
     """
     try:
-        found = fingerprint(weights.path)
-        if found != weights.fingerprint:
-            raise EngineFailure(
-                f"the weights in {weights.path} have fingerprint {found}, the sender says {weights.fingerprint}; "
-                "they were changed or cut on the way: send them again",
-                "weights fingerprint",
-            )
+        check_fingerprint(weights)
         faults = _faults(tensor_shapes(weights.path), tensor_shapes(model_dir)) if model_dir else []
     except (OSError, StoreError, ValueError, KeyError) as e:
         raise EngineFailure(f"the weights in {weights.path} cannot be read: {e}", "weights unreadable") from e

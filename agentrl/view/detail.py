@@ -25,22 +25,6 @@ _SHOWN = (
     ),
     *("weights", "score", "seed", "timings", "turns"),
 )
-_SHOWN = (
-    *(
-        "episode_id",
-        "group_index",
-        "index",
-        "attempt",
-        "task",
-        "env",
-        "stop_reason",
-        "status",
-        "cause",
-        "state",
-        "rewards",
-    ),
-    *("weights", "score", "seed", "timings", "turns"),
-)
 _STEP = ("step", "optimizer_step", "lr", "loss", "metrics", "micro_batch_tokens")
 _HIDDEN = ("step", "split", "config", "fork")
 
