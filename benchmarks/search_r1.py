@@ -1,6 +1,6 @@
 """The main job on this machine: three seeds, and the ablation with a reward of noise. Writes benchmarks/results/search_r1_cpu.{json,md,png}.
 
-python benchmarks/search_r1.py [--seeds 0 1 2] [--keep FOLDER]
+python benchmarks/search_r1.py [--seeds 0 1 2] [--noise-seeds 0 1] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def page(rows: list[dict], extra: dict, machine: dict) -> str:
         )
     lines += [
         "",
-        "EM: exact match on 200 held-out questions, greedy. In the noise run the reward is a coin (benchmarks/noise.py).",
+        "EM: exact match on 200 held-out questions, greedy. In the noise runs the reward is a coin (benchmarks/noise.py).",
         "",
     ]
     lines += [
@@ -90,12 +90,14 @@ def main() -> None:
     """Run everything, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--noise-seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--keep", type=Path, default=None)
     args = parser.parse_args()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="search_r1-"))
     rows = [run(f"seed-{s}", folder, ["--seed", str(s)]) for s in args.seeds]
-    rows.append(run("noise", folder, ["--reward", str(HERE / "noise.py:noise"), "em=0"]))
-    rows[-1]["flags"] = ["--reward", "benchmarks/noise.py:noise", "em=0"]
+    for s in args.noise_seeds:
+        rows.append(run(f"noise-{s}", folder, ["--seed", str(s), "--reward", str(HERE / "noise.py:noise"), "em=0"]))
+        rows[-1]["flags"] = ["--seed", str(s), "--reward", "benchmarks/noise.py:noise", "em=0"]
     seed = args.seeds[0]
     extra = {
         "seed": seed,
