@@ -162,7 +162,7 @@ class Job:
         """Write the step's numbers and say them."""
         self.folder.metrics.write({"step": step, **self.row})
         parts = {f"sync/{k}": v for k, v in self.weights.seconds.items()}
-        self.folder.timings.write({"step": step, **self.seconds, **parts})
+        self.folder.timings.write({"step": step, **self.seconds, **parts, **self.weights.memory()})
         self.report.step(step, self.row, self.seconds)
         self.out(self.report.line(step))
         self.step = step + 1

@@ -252,7 +252,7 @@ class SGLangEngine:
                 "engine busy",
             )
         if facts.memory_saver and not self._asleep:
-            await self._flush()
+            await self.flush()
             await self._call("/release_memory_occupation", {"tags": list(tags)})
         self._asleep = True
 
@@ -315,7 +315,7 @@ class SGLangEngine:
         """
         if self.facts.brackets:
             await self._call("/end_weight_update", {})
-        await self._flush()
+        await self.flush()
         await self._call("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
         await self._took(policy_version)
 
@@ -386,7 +386,7 @@ class SGLangEngine:
             raise EngineFailure(f"{self.address}{path}: {answer.get('message')}", f"engine: {path.strip('/')} refused")
         return answer
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         """Drop the prefix cache; for a moment after the last answer the server may still count it as running."""
         for wait_s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
             if await self._idle():

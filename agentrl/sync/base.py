@@ -65,6 +65,10 @@ class WeightSync:
         """What a run reports of the last sync, besides seconds."""
         return {} if self.difference is None else {"sync/log_prob_diff_max": self.difference}
 
+    def memory(self) -> dict[str, float]:
+        """Free memory at the stages of the last cycle, MiB, where engine and trainer share cards."""
+        return {}
+
     async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
         """Give the engine's memory to the trainer, where they share cards. `keep_weights`: the engine's weights stay."""
 
