@@ -29,7 +29,7 @@ SGLANG = {
 }
 SFT = (
     "--calculate-per-token-loss --sft-batch-size 128 --sft-epochs 1 --lr 3e-4 --lr-warmup-rollouts 30 --lr-decay-style linear "
-    "--max-tokens-per-gpu 16384"
+    "--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 1"
 )
 TRAIN = (
     "--env search_r1 --engine sglang --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-5 "
@@ -88,7 +88,8 @@ def main() -> None:
     if not (warm / "hf").exists() and args.only != "train":
         processes = max(1, (os.cpu_count() or 2) - 2)
         warmup = [sys.executable, "examples/search_r1/warmup.py", "record", str(demos), "--model", str(start)]
-        seconds["record"] = run([*warmup, "--episodes", str(args.episodes), "--processes", str(processes)])
+        if not demos.exists():
+            seconds["record"] = run([*warmup, "--episodes", str(args.episodes), "--processes", str(processes)])
         parts = sorted(str(p) for p in demos.iterdir())
         flags = [
             "--hf-checkpoint",

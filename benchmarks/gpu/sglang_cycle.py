@@ -211,7 +211,7 @@ class Talk(Env):
 
 async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> tuple[float, list[list[list[int]]]]:
     """256 episodes at once by agentrl's runner, recorded; sampled tokens/s and every context that was sent."""
-    limits = Limits(max_turns=TURNS, max_response_tokens=4096, context_length=8192)
+    limits = Limits(max_turns=TURNS, max_response_tokens=4096, context_length=8192, max_tokens_per_turn=SAMPLED)
     sampling = SamplingParams(SAMPLED, ignore_eos=True)
     runner = EpisodeRunner(Talk, Talk, fleet, renderer, Scorer([]), limits=limits, sampling=sampling, seed=seed)
     specs = [[EpisodeSpec(Task(str(n), ""), n, n)] for n in range(EPISODES)]
