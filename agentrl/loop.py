@@ -136,12 +136,13 @@ class Job:
         steps = await self._with_log_probs(steps)
         done = []
         for rows in steps:
-            done.append(await asyncio.to_thread(self.trainer.step, rows, self._loss(), lr))
+            loss = self._loss()
+            metrics = await asyncio.to_thread(self.trainer.step, rows, loss, lr)
             self.optimizer_step += 1
-            record = step_record(
-                rows, self.trainer, step=self.step, optimizer_step=self.optimizer_step, loss=asdict(self._loss()), lr=lr
-            )
-            self.folder.episodes.write_step(**record, metrics=done[-1])
+            where = {"step": self.step, "optimizer_step": self.optimizer_step, "loss": asdict(loss), "lr": lr}
+            record = step_record(rows, self.trainer, metrics.pop("log_probs"), **where)
+            self.folder.episodes.write_step(**record, metrics=metrics)
+            done.append(metrics)
         self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {
             f"train/{k}": v for k, v in flatten(done).items()
         }

@@ -47,6 +47,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
             row = await asyncio.to_thread(
                 trainer.step, rows, LossConfig(kind="sft"), sft_rate(config, step, len(batches))
             )
+            row.pop("log_probs")
             folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in row.items()}})
             if step % 10 == 0 or step == len(batches) - 1:
                 out(

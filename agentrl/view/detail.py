@@ -72,9 +72,13 @@ def segment_columns(
         "temperature": [s.get("temperature") for s in spans for _ in s["ids"]],
         "contexts": [t["context_length"] for t in turns if t["segment"] == number],
     }
-    for name in ("old_log_probs", "ref_log_probs"):
-        values = iter((row or {}).get(name, ()))
-        out[name] = [next(values, None) if m else None for m in sampled] if row and name in row else None
+    row = row or {}
+    for name, given in (
+        ("trainer_log_prob", row.get("old_log_probs", row.get("log_probs"))),
+        ("ref_log_probs", row.get("ref_log_probs")),
+    ):
+        values = iter(given or ())
+        out[name] = None if given is None else [next(values, None) if m else None for m in sampled]
     return out
 
 

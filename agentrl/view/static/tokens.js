@@ -62,9 +62,9 @@ AR.MODES = {
     label: "engine − trainer",
     color: (s, i, e) => (AR.difference(s, i) === null ? "" : signed(AR.difference(s, i), AR.scale(e))),
     legend: (e) =>
-      e.segments.some((s) => s.old_log_probs)
+      e.segments.some((s) => s.trainer_log_prob)
         ? [[signed(AR.scale(e), AR.scale(e)), `+${AR.number(AR.scale(e))}`], ["transparent", "equal"], [signed(-AR.scale(e), AR.scale(e)), `−${AR.number(AR.scale(e))}`]]
-        : [["transparent", "the trainer's log-probs of this episode were not recorded (they are where a rollout has several optimizer steps)"]],
+        : [["transparent", "the trainer was not fed this episode, or its log-probs were not recorded"]],
   },
   advantage: {
     label: "advantage",
@@ -78,7 +78,7 @@ AR.MODES = {
   },
 };
 
-AR.difference = (s, i) => (s.old_log_probs && s.old_log_probs[i] !== null && s.log_prob[i] !== null ? s.log_prob[i] - s.old_log_probs[i] : null);
+AR.difference = (s, i) => (s.trainer_log_prob && s.trainer_log_prob[i] !== null && s.log_prob[i] !== null ? s.log_prob[i] - s.trainer_log_prob[i] : null);
 AR.scale = function (e) {
   if (e.diffScale === undefined) {
     const all = e.segments.flatMap((s) => s.ids.map((_, i) => Math.abs(AR.difference(s, i) || 0)));
@@ -96,7 +96,7 @@ AR.piece = function (s, i) {
 AR.aboutToken = function (e, s, i) {
   const parts = [`token ${i}`, `id ${s.ids[i]}`, s.text ? JSON.stringify(AR.visible(s.text[i])) : null, AR.PROVENANCE[s.provenance[i]], s.turn[i] < 0 ? "before the first turn" : `turn ${s.turn[i]}`, `mask ${s.mask[i]}`];
   if (s.log_prob[i] !== null) parts.push(`log p ${s.log_prob[i].toFixed(4)} (p ${Math.exp(s.log_prob[i]).toFixed(3)})`, `version ${s.version[i]}`, `temperature ${AR.number(s.temperature[i], 2)}`);
-  if (s.old_log_probs && s.old_log_probs[i] !== null) parts.push(`trainer ${s.old_log_probs[i].toFixed(4)}`, `difference ${AR.number(AR.difference(s, i), 5)}`);
+  if (s.trainer_log_prob && s.trainer_log_prob[i] !== null) parts.push(`trainer ${s.trainer_log_prob[i].toFixed(4)}`, `difference ${AR.number(AR.difference(s, i), 5)}`);
   if (s.mask[i] && AR.advantage(e) !== null) parts.push(`advantage ${AR.number(AR.advantage(e))}`);
   return parts.filter((p) => p !== null).join("  ·  ");
 };
@@ -230,7 +230,7 @@ AR.trained = function (e) {
     const end = Math.min(s.ids.length - 1, 4000);
     for (let p = 0; p < end; p++) {
       const t = p + 1;
-      const cells = [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.old_log_probs && s.old_log_probs[t] !== null ? s.old_log_probs[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
+      const cells = [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.trainer_log_prob && s.trainer_log_prob[t] !== null ? s.trainer_log_prob[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
       body.append(AR.h("tr", { class: s.mask[t] ? "trained" : "" }, cells.map((c) => AR.h("td", {}, c))));
     }
     for (let p = 0; p < Math.min(r.padding, 3); p++) body.append(AR.h("tr", { class: "soft" }, AR.h("td", {}, s.ids.length - 1 + p), AR.h("td", {}, 0), AR.h("td", { colspan: 9 }, "padding")));
