@@ -355,6 +355,7 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
             )
         await asyncio.to_thread(trainer.onload)
         split, version = SplitSync(bucket_bytes=args.bucket_mib << 20, timeout_s=60), [100]
+        await split.begin(trainer, fleets[1])
         await bench.part("split", syncs(split, trainer, fleets[1], batch, version, cycle=False))
         split.close()
 
