@@ -132,7 +132,13 @@ class ToolEnv(Env):
 def tool_messages(action: Action) -> list[Message]:
     """One tool message per result, and one user message saying what could not be parsed."""
     messages: list[Message] = [
-        {"role": "tool", "name": r.name, "tool_call_id": r.call_id, "content": r.content} for r in action.results
+        {
+            "role": "tool",
+            "name": r.name,
+            "tool_call_id": r.call_id,
+            "content": r.content if r.parts is None else list(r.parts),
+        }
+        for r in action.results
     ]
     if action.errors:
         text = "\n".join(f"error: {e.message}" for e in action.errors)

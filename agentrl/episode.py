@@ -32,9 +32,10 @@ from agentrl.errors import (
     UsageError,
     boundary,
 )
+from agentrl.images import carry
 from agentrl.pool import Pool
 from agentrl.recorder import Recorder
-from agentrl.render.fit import fit, fit_prompt
+from agentrl.render.fit import follow
 from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
@@ -184,6 +185,8 @@ class Episode:
             if action.calls:
                 action = await self.use_tools(action)
             stop = await self.step(action)
+            if stop is None and self.runner.renderer.is_placeholder(generation.ids):
+                stop = StopReason.INVALID_ACTION_LIMIT  # whoever reads the context would look for an image there
             if stop is not None:
                 return stop
             if self.now["index"] + 1 >= self.runner.limits.max_turns:
@@ -207,14 +210,19 @@ class Episode:
             for tool in self.env.tool_instances:
                 seed = derive_seed(self.seed, "tool")
                 await runner.env_pool.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
-        first = Observation.of(await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env")))
+        task = self.spec.task
+        if not isinstance(task.prompt, str):
+            self.spec = replace(self.spec, task=replace(task, prompt=tuple(await carry(task.prompt))))
+        first = await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
+        first = Observation(tuple(await carry(Observation.of(first).messages)))
         if not first.messages:
             raise ContractError(
                 f"{runner.env_class.label()}.reset returned an empty observation; return the first message"
             )
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
-        self.recorder.open(self.runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]))
+        pieces = runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()])
+        self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
         self.prompt_length = self.recorder.length()
 
     def room(self) -> tuple[int, StopReason]:
@@ -239,7 +247,9 @@ class Episode:
         sampling = self.sampling(room, seed)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
-            generation = await runner.engine.generate(self.recorder.context(), sampling, session=self.spec.episode_id)
+            generation = await runner.engine.generate(
+                self.recorder.context(), sampling, session=self.spec.episode_id, images=self.recorder.images()
+            )
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine gave the generation up", "engine abort")
@@ -295,7 +305,7 @@ class Episode:
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.clock["env_s"] += elapsed
         self.now.update(
-            observation=Observation.of(result.observation),
+            observation=Observation(tuple(await carry(Observation.of(result.observation).messages))),
             reward=check_reward(result.reward, self.runner.env_class),
             info=dict(result.info),
             state_key=result.state_key,
@@ -319,23 +329,26 @@ class Episode:
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
         tight = StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        room, schemas = min(context_room, budget_room) - 1, [t.schema for t in self.tools.values()]
-        delta, kept, cut = fit(renderer, messages, self.last_ids(), room, history=self.conversation, tools=schemas)
-        if delta is None:
+        found = follow(
+            renderer,
+            self.conversation,
+            renderer.message(turn["action"]),
+            messages,
+            self.last_ids(),
+            room=min(context_room, budget_room) - 1,
+            room_anew=min(limits.context_length, self.prompt_length + limits.max_response_tokens) - 1,
+            tools=[t.schema for t in self.tools.values()],
+        )
+        if found is None:
             return tight
-        before = [*self.conversation, renderer.message(turn["action"])]
-        if delta.new_segment is not None:
-            turn["info"]["new_segment"] = delta.new_segment
-            room = min(limits.context_length, self.prompt_length + limits.max_response_tokens) - 1
-            ids, kept, cut = fit_prompt(renderer, before, messages, room, schemas)
-            if ids is None:
-                return tight
-            self.recorder.open([(Provenance.PROMPT, ids)], turn=turn["index"])
+        if found.opens is not None:
+            turn["info"]["new_segment"] = found.opens
+            self.recorder.open(found.pieces, turn=turn["index"], images=found.images)
         else:
-            self.recorder.extend(delta.pieces, turn=turn["index"])
-        if cut:
-            turn |= {"observation": Observation(tuple(kept)), "observation_cut_tokens": cut}
-        self.conversation = [*before, *kept]
+            self.recorder.extend(found.pieces, turn=turn["index"], images=found.images)
+        if found.cut:
+            turn |= {"observation": Observation(tuple(found.kept)), "observation_cut_tokens": found.cut}
+        self.conversation = found.conversation
         return None
 
     # -- pieces ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import orjson
 from pydantic import BaseModel
 
 from agentrl.errors import ToolFailure, suggest
+from agentrl.images import carried_parts, is_image, parts_of
 from agentrl.pool import DeadlineError, Pool
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, ToolCall, ToolResult
@@ -105,7 +106,7 @@ class Toolbox:
             result = await self._attempts(spec, limiter, call, arguments)
         took = time.perf_counter() - started
         return ToolResult(
-            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, duration_s=took
+            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, took, result.parts
         )
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
@@ -121,7 +122,12 @@ class Toolbox:
         for attempt in range(spec.limits.retries + 1):
             try:
                 value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)
-                result = _cut(call, to_text(value), spec.limits.max_result_bytes)
+                parts = parts_of(value)
+                if parts is None:
+                    result = _cut(call, to_text(value), spec.limits.max_result_bytes)
+                else:
+                    parts = await asyncio.to_thread(carried_parts, parts)
+                    result = _with_images(call, parts, spec.limits.max_result_bytes)
             except DeadlineError:
                 limiter.counts["timeouts"] += 1
                 return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
@@ -163,6 +169,17 @@ def _say(error: Exception) -> str:
 def _error(call: ToolCall, message: str) -> ToolResult:
     """A result that the toolbox itself writes; it may quote the policy at any length."""
     return _cut(call, f"error: {message}", 2000, is_error=True)
+
+
+def _with_images(call: ToolCall, parts: Sequence[Mapping[str, Any]], limit: int) -> ToolResult:
+    """A result of text and images; where its texts are too long, one cut text and then the images."""
+    texts = [str(p.get("text", "")) for p in parts if not is_image(p)]
+    result = _cut(call, "".join(texts), limit)
+    if result.full_bytes is None:
+        kept = [p if is_image(p) else {**p, "text": _clean(str(p.get("text", "")))} for p in parts]
+    else:
+        kept = [{"type": "text", "text": result.content}, *(p for p in parts if is_image(p))]
+    return replace(result, parts=tuple(kept))
 
 
 def to_text(value: Any) -> str:

@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any
 
 from agentrl.errors import ContractError, InvariantError
+from agentrl.images import Placed
 
 Message = dict[str, Any]
 """A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts), optionally `tool_calls`, `name`, `tool_call_id`."""
@@ -168,6 +169,8 @@ class ToolResult:
     sha256: str | None = None
     """of the whole result, when it was cut"""
     duration_s: float = 0.0
+    parts: tuple[Mapping[str, Any], ...] | None = None
+    """where the result holds images: its texts and images in order, as parts of a content (`content` is the texts alone)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +263,8 @@ class Segment:
 
     spans: tuple[Span, ...]
     agent_id: str = "policy"
+    images: tuple[Placed, ...] = ()
+    """where images stand, in order"""
 
     @property
     def ids(self) -> list[int]:

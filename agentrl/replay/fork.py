@@ -14,6 +14,7 @@ from agentrl.engine.base import Engine, Generation, SamplingParams
 from agentrl.env import Env
 from agentrl.episode import EpisodeRunner
 from agentrl.errors import ConfigError, StoreError
+from agentrl.images import Placed
 from agentrl.render.template import strip_control
 from agentrl.replay.compare import first_unlike
 from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox, is_stateful
@@ -43,14 +44,16 @@ class ForkEngine(PlaybackEngine):
         super().__init__(recorded)
         self.live, self.at, self.seed = live, turn, seed
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """The recorded generation, or a new one."""
         if self.turn < self.at:
-            return await super().generate(ids, sampling, session=session)
+            return await super().generate(ids, sampling, session=session, images=images)
         self.turn += 1
         if self.seed:
             sampling = replace(sampling, seed=derive_seed(sampling.seed, "branch", self.seed))
-        return await self.live.generate(ids, sampling, session=session)
+        return await self.live.generate(ids, sampling, session=session, images=images)
 
     async def release(self, session: str) -> None:
         """Release the live engine's session."""

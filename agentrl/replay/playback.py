@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
+from agentrl.images import Placed
 from agentrl.tool import ToolSpec
 from agentrl.toolbox import Toolbox
 from agentrl.types import Action, FinishReason, Provenance, Span, StopReason, Trajectory, Turn
@@ -45,7 +46,9 @@ class PlaybackEngine:
         self.turn = 0
         self.departure: Departure | None = None
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """The recorded generation of this turn."""
         turns, index = self.recorded.turns, self.turn
         if index >= len(turns):

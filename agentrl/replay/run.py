@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from agentrl.episode import Episode, EpisodeRunner
 from agentrl.errors import Failure, RewardFailure
@@ -132,7 +132,7 @@ async def _whose_prompt(runner: EpisodeRunner, then: Trajectory, found: Divergen
         return found
     finally:
         await episode.close()
-    said = [str(m["content"]).strip() for m in episode.conversation]
+    said = [str(text).strip() for m in episode.conversation for text in _texts(m["content"])]
     if not all(s in text for s in said):
         return replace(found, cause="env", what="the first observation")
     if runner.renderer.format.needs_tools:
@@ -144,6 +144,11 @@ async def _whose_prompt(runner: EpisodeRunner, then: Trajectory, found: Divergen
         if not all(s in text for s in told):
             return replace(found, cause="env", what="the tools in the first prompt")
     return found
+
+
+def _texts(content: Any) -> list[str]:
+    """A content as text, images left out."""
+    return [p.get("text", "") for p in content] if isinstance(content, (list, tuple)) else [content]
 
 
 class Tally:

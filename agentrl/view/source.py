@@ -146,6 +146,7 @@ class RunSource:
             self.recording.fed(episode_id),
             self.decode,
             self.recording.advantages.get(episode_id),
+            self.recording.images,
         )
         group = [
             e.id
