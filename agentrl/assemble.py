@@ -19,6 +19,7 @@ from agentrl.episode import EpisodeRunner, Limits
 from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
+from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
@@ -59,6 +60,7 @@ class Parts:
         if not self.renderer.format.inline:
             self.renderer.check(("user", "assistant", "tool") if has_tools(self.env_class) else ("user", "assistant"))
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
+        self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
         self.servers = self._servers()
         self.threads = config.engine.threads or os.cpu_count() or 1
@@ -107,6 +109,7 @@ class Parts:
             limits=self.limits(),
             sampling=sampling,
             seed=seed,
+            context_policy=self.context_policy,
         )
 
     def engine(self, run_dir: Path | None = None) -> Engine:

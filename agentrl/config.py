@@ -72,6 +72,8 @@ class EnvSettings:
     """calls over the limit: answered with an error, left out, or all calls of the turn refused"""
     history_policy: Literal["append", "rerender"] = "append"
     """templates that rewrite history (thinking stripped): keep the tokens, or render anew in a segment of its own"""
+    context_policy: str | None = None
+    """what leaves a conversation that grows long: drop_old_turns, truncate_old_results, or `module:policy`; None: the environment's choice"""
     raw_content: bool = False
     """let control tokens inside prompts and tool output count as such; unsafe"""
     truncated_episodes: Literal["train", "mask", "drop"] = "train"

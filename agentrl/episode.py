@@ -12,15 +12,13 @@ The order of limits (design §6), the first that holds ends the episode:
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
-from agentrl.env import Env, ToolEnv
+from agentrl.env import Env, ToolEnv, check_reward, is_plain
 from agentrl.errors import (
     ContractError,
     EngineAbort,
@@ -35,7 +33,8 @@ from agentrl.errors import (
 from agentrl.images import carry
 from agentrl.pool import Pool
 from agentrl.recorder import Recorder
-from agentrl.render.fit import follow
+from agentrl.render.context import ContextPolicy, ContextView, checked, newest, view_of
+from agentrl.render.fit import anew, follow
 from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
@@ -98,8 +97,12 @@ class EpisodeRunner:
         limits: Limits,
         sampling: SamplingParams,
         seed: int,
+        context_policy: ContextPolicy | None = None,
     ) -> None:
-        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed)."""
+        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed).
+
+        `context_policy` goes before the environment's own.
+        """
         self.make_env = env
         self.env_class = env_class
         self.engine = engine
@@ -108,6 +111,7 @@ class EpisodeRunner:
         self.limits = limits
         self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
         self.seed = seed
+        self.context_policy = context_policy
         self.toolbox = Toolbox()
         self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
         self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
@@ -130,6 +134,13 @@ class EpisodeRunner:
         except Failure as e:
             return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
 
+    async def rewrite(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
+        """What a context policy makes of a conversation; None: it stays as it is."""
+        with boundary(EnvFailure, "context policy"):
+            made = await self.env_pool.call(policy, view, timeout_s=self.env_class.timeout_s)
+        messages = checked(made, view)
+        return None if messages is None else await carry(messages)
+
     def close(self) -> None:
         """Let the idle threads of all pools end."""
         self.toolbox.close()
@@ -149,6 +160,8 @@ class Episode:
         self.draft: dict[str, Any] | None = None
         """the turn under way, as arguments of `Turn`"""
         self.conversation: list[Message] = []
+        self.first = 0
+        """messages of the first prompt"""
         self.prompt_length = 0
         self.invalid = 0
         self.env: Env | None = None
@@ -191,7 +204,7 @@ class Episode:
                 return stop
             if self.now["index"] + 1 >= self.runner.limits.max_turns:
                 return StopReason.MAX_TURNS
-            stop = self.observe()
+            stop = await self.observe()
             if stop is not None:
                 return stop
 
@@ -221,6 +234,7 @@ class Episode:
             )
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
+        self.first = len(self.conversation)
         pieces = runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()])
         self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
         self.prompt_length = self.recorder.length()
@@ -318,7 +332,7 @@ class Episode:
             return StopReason.ENV_TRUNCATED
         return StopReason.INVALID_ACTION_LIMIT if self.invalid >= self.runner.limits.max_invalid_actions else None
 
-    def observe(self) -> StopReason | None:
+    async def observe(self) -> StopReason | None:
         """Append the observation and the next turn's header to the context; a stop reason if there is no room for another token."""
         turn, renderer, limits = self.now, self.runner.renderer, self.runner.limits
         messages = list(turn["observation"].messages)
@@ -329,16 +343,18 @@ class Episode:
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
         tight = StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        found = follow(
-            renderer,
-            self.conversation,
-            renderer.message(turn["action"]),
-            messages,
-            self.last_ids(),
-            room=min(context_room, budget_room) - 1,
-            room_anew=min(limits.context_length, self.prompt_length + limits.max_response_tokens) - 1,
-            tools=[t.schema for t in self.tools.values()],
-        )
+        said, tools = renderer.message(turn["action"]), [t.schema for t in self.tools.values()]
+        grown = (renderer, self.conversation, said, messages, self.last_ids())
+        most = min(limits.context_length, self.prompt_length + limits.max_response_tokens)
+        policy = self.runner.context_policy or getattr(self.env, "context_policy", None)
+        if policy is not None:
+            view = view_of(*grown, first=self.first, length=self.recorder.length(), limit=most, tools=tools)
+            if (made := await self.runner.rewrite(policy, view)) is not None:
+                turn["context"] = tuple(made)
+        if "context" in turn:
+            found = anew(renderer, *newest(turn["context"]), "the context policy", most - 1, tools)
+        else:
+            found = follow(*grown, room=min(context_room, budget_room) - 1, room_anew=most - 1, tools=tools)
         if found is None:
             return tight
         if found.opens is not None:
@@ -440,25 +456,3 @@ class Episode:
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
-
-
-def is_plain(make: Callable[[], Env], env_class: type[Env]) -> bool:
-    """Making the environment runs no constructor of a user's, which might block."""
-    cls = make.func if isinstance(make, partial) and not make.args and not make.keywords else make
-    constructs = any(vars(c).keys() & {"__init__", "__new__"} for c in env_class.__mro__[:-1])
-    return cls is env_class and not constructs
-
-
-def check_reward(value: Any, env_class: type[Env]) -> float:
-    """A step reward as a float.
-
-    Raises:
-        ContractError: not a finite number.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, (str, bytes)):
-        raise ContractError(f"{env_class.label()}.step returned the reward {value!r:.60}; it must be a finite number")
-    return number

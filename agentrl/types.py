@@ -297,6 +297,8 @@ class Turn:
     timings: Mapping[str, float] = field(default_factory=dict)
     """seconds: generate_s, tools_s, env_s; and cached_tokens"""
     agent_id: str = "policy"
+    context: tuple[Message, ...] | None = None
+    """the conversation that the context policy made for the next turn; None: it left it as it was"""
 
 
 @dataclass(frozen=True, slots=True)

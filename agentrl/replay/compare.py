@@ -138,6 +138,7 @@ class Comparison:
             ("the step reward", then.reward, today.reward),
             ("info", told[0], told[1]),
             ("state_key", then.state_key, today.state_key),
+            ("what the context policy left", then.context, today.context),
         ]
         for name, x, y in sides:
             if not same(x, y):

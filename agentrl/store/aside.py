@@ -30,6 +30,7 @@ def images_of(t: Trajectory) -> Iterator[Image]:
     """Every image that an episode's record names."""
     messages = [] if isinstance(t.task.prompt, str) else list(t.task.prompt)
     messages += chain.from_iterable(turn.observation.messages for turn in t.turns)
+    messages += chain.from_iterable(turn.context or () for turn in t.turns)
     messages += ({"content": r.parts} for turn in t.turns for r in turn.action.results if r.parts)
     yield from (p.image for s in t.segments for p in s.images)
     yield from (p["image"] for p in image_parts(messages) if isinstance(p.get("image"), Image))

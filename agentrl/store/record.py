@@ -189,7 +189,10 @@ def _turn(t: Turn) -> dict[str, Any]:
         "results": [_fields(r) for r in t.action.results],
         "finish_reason": t.action.finish_reason.value,
     }
-    return _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
+    out = _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
+    if t.context is None:
+        del out["context"]
+    return out
 
 
 def _fields(obj: Any) -> dict[str, Any]:
@@ -270,4 +273,5 @@ def _read_turn(t: Mapping[str, Any], images: Path | None) -> Turn:
         tuple(_read_result(x, images) for x in a["results"]),
     )
     observation = Observation(tuple(read_images(t["observation"]["messages"], images)))
-    return Turn(**{**t, "action": action, "observation": observation})
+    context = tuple(read_images(t["context"], images)) if t.get("context") else None
+    return Turn(**{**t, "action": action, "observation": observation, "context": context})

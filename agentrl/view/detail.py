@@ -66,6 +66,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
     prompt = record["task"]["prompt"]
     messages = [] if isinstance(prompt, str) else list(prompt)
     messages += chain.from_iterable(t["observation"]["messages"] for t in record["turns"])
+    messages += chain.from_iterable(t.get("context") or () for t in record["turns"])
     messages += ({"content": r.get("parts")} for t in record["turns"] for r in t["action"]["results"])
     named = [p["image"] for p in image_parts(messages) if isinstance(p.get("image"), Mapping)]
     named += chain.from_iterable(s.get("images", ()) for s in record["segments"])

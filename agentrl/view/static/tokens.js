@@ -214,6 +214,7 @@ AR.conversation = function (e) {
         const again = a.results.some((r) => r.content === m.content || (r.parts && JSON.stringify(r.parts) === JSON.stringify(m.content)));
         return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(e, m)) : AR.part("env", who, AR.content(e, m));
       }),
+      t.context ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `the context policy went on with ${t.context.length} messages`), t.context.map((m) => [AR.h("div", { class: "who" }, AR.visible(m.role)), AR.content(e, m)])) : null,
       Object.keys(t.info).length ? AR.h("details", { class: "part" }, AR.h("summary", {}, "info"), AR.json(t.info)) : null);
   });
   return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)), ((first && first.images) || []).filter((p) => first.provenance[p.at] === 0).map((p) => AR.image(e, p)))), turns,
