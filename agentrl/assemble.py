@@ -23,6 +23,7 @@ from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
+from agentrl.toolbox import Keep
 from agentrl.train.rows import NO_IMAGES
 from agentrl.types import Task
 
@@ -94,8 +95,8 @@ class Parts:
         r = self.config.rollout
         return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
 
-    def runner(self, engine: Engine, *, temperature: float, seed: int) -> EpisodeRunner:
-        """A runner of this environment on an engine."""
+    def runner(self, engine: Engine, *, temperature: float, seed: int, keep: Keep | None = None) -> EpisodeRunner:
+        """A runner of this environment on an engine; `keep` is given tools' outputs that were cut, whole."""
         r = self.config.rollout
         sampling = SamplingParams(
             max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
@@ -110,6 +111,7 @@ class Parts:
             sampling=sampling,
             seed=seed,
             context_policy=self.context_policy,
+            keep=keep,
         )
 
     def engine(self, run_dir: Path | None = None) -> Engine:

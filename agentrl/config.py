@@ -68,6 +68,8 @@ class EnvSettings:
     """turns that could not be parsed before the episode ends"""
     max_calls_per_turn: int = 8
     """tool calls in one turn; further ones are answered with an error"""
+    keep_whole_outputs: bool = False
+    """what a tool returned and the policy saw only the beginning of: keep it whole, in `episodes/outputs/` of the run folder"""
     surplus_calls: Literal["error", "ignore", "refuse"] = "error"
     """calls over the limit: answered with an error, left out, or all calls of the turn refused"""
     history_policy: Literal["append", "rerender"] = "append"

@@ -39,7 +39,7 @@ from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
 from agentrl.tool import ToolSpec
-from agentrl.toolbox import Toolbox
+from agentrl.toolbox import Keep, Toolbox
 from agentrl.types import (
     Action,
     EpisodeSpec,
@@ -98,10 +98,11 @@ class EpisodeRunner:
         sampling: SamplingParams,
         seed: int,
         context_policy: ContextPolicy | None = None,
+        keep: Keep | None = None,
     ) -> None:
         """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed).
 
-        `context_policy` goes before the environment's own.
+        `context_policy` goes before the environment's own; `keep` is given tools' outputs that were cut, whole.
         """
         self.make_env = env
         self.env_class = env_class
@@ -112,7 +113,7 @@ class EpisodeRunner:
         self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
         self.seed = seed
         self.context_policy = context_policy
-        self.toolbox = Toolbox()
+        self.toolbox = Toolbox(keep)
         self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
         self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
         """of its own, so that closing goes on when every other call hangs"""

@@ -239,7 +239,8 @@ class Job:
     async def _episodes(
         self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
     ) -> tuple[list[Group], CauseTable]:
-        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed)
+        keep = self.folder.episodes.outputs.write if self.config.env.keep_whole_outputs else None
+        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=keep)
         attempts: list[Trajectory] = []
         progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
 

@@ -57,6 +57,7 @@ def _page(args: argparse.Namespace, recording: Recording) -> int:
         decode,
         recording.advantages.get(name),
         recording.images,
+        recording.outputs,
     )
     args.html.write_text(html_of(detail | {"note": note}), encoding="utf-8")
     print(f"{args.html}: {args.html.stat().st_size:,} bytes")

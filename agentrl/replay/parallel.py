@@ -84,6 +84,7 @@ async def _replay_all(work: Work, groups: list[list[Entry]]) -> list[Outcome]:
                 runners[split],
                 [from_record(r, work.recording.images) for r in work.recording.records(group)],
                 work.live,
+                work.recording.outputs,
             )
     finally:
         for runner in runners.values():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
+import zstandard
+
+from agentrl.errors import StoreError
 from agentrl.images import Image, image_parts
 from agentrl.types import Trajectory
 
@@ -24,6 +28,34 @@ class ImageFolder:
             if image.sha256 not in self._written:
                 write_once(self.folder / f"{image.sha256}.png", image.png)
                 self._written.add(image.sha256)
+
+
+class Outputs:
+    """A folder of tools' outputs of which the policy saw only the beginning, whole, each under its hash, compressed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, sha256: str, output: bytes) -> None:
+        """Keep one."""
+        write_once(self._file(sha256), zstandard.ZstdCompressor().compress(output))
+
+    def read(self, sha256: str) -> str | None:
+        """One as text; None: it was not kept.
+
+        Raises:
+            StoreError: its file is damaged.
+        """
+        file = self._file(sha256)
+        if not re.fullmatch("[0-9a-f]{64}", sha256) or not file.exists():
+            return None
+        try:
+            return zstandard.ZstdDecompressor().decompress(file.read_bytes()).decode("utf-8", "replace")
+        except (OSError, zstandard.ZstdError) as e:
+            raise StoreError(f"{file}: cannot be read: {e}") from e
+
+    def _file(self, sha256: str) -> Path:
+        return self.folder / f"{sha256}.txt.zst"
 
 
 def images_of(t: Trajectory) -> Iterator[Image]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import zstandard
 
 from agentrl.errors import StoreError
-from agentrl.store.aside import ImageFolder, images_of
+from agentrl.store.aside import ImageFolder, Outputs, images_of
 from agentrl.store.index import read_entries, summary, write_entry
 from agentrl.store.record import decode, encode, from_record, is_episode, step_record, to_record
 from agentrl.types import Trajectory
@@ -31,6 +31,8 @@ class EpisodeWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._images = ImageFolder(images_folder(folder))
+        self.outputs = Outputs(outputs_folder(folder))
+        """tools' outputs that were cut, whole; written only if that is wanted"""
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
         files = data_files(folder)
         # a file of its own after what is there: a crash may have cut the last frame short, and nothing after that could be read
@@ -171,10 +173,20 @@ def episodes_folder(path: Path) -> Path:
 
 
 def images_folder(path: Path) -> Path:
-    """Where the images of episodes lie: beside their files."""
+    """Where the images of episodes lie."""
+    return _beside(path) / "images"
+
+
+def outputs_folder(path: Path) -> Path:
+    """Where whole outputs of tools lie."""
+    return _beside(path) / "outputs"
+
+
+def _beside(path: Path) -> Path:
+    """The folder that files of episodes lie in."""
     if path.is_dir() and not data_files(path) and (path / "episodes").is_dir():
         path = path / "episodes"
-    return (path.parent if path.is_file() else path) / "images"
+    return path.parent if path.is_file() else path
 
 
 def data_files(folder: Path) -> list[Path]:

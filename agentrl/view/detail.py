@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from agentrl.images import Image, image_parts
 from agentrl.store import extras
+from agentrl.store.aside import Outputs
 from agentrl.types import Provenance
 
 Decode = Callable[[Sequence[int]], str]
+MOST_OUTPUT = 1 << 20
+"""characters of a tool's whole output that the page holds"""
 _SHOWN = (
     *(
         "episode_id",
@@ -39,10 +42,12 @@ def episode_detail(
     decode: Decode | None,
     advantage: float | None,
     images: Path | None = None,
+    outputs: Outputs | None = None,
 ) -> dict[str, Any]:
     """JSON values of an episode. `fed`: the record of the step that trained on it; `decode` None: tokens show as ids.
 
     `images`: the folder with those that the record names; they go in whole, as data URLs, so that the page asks for nothing.
+    `outputs`: of tools, whole, where the record holds only their beginning; so much of them goes in.
     """
     rows = fed_rows(record["episode_id"], fed)
     by_segment = {r["segment_index"]: r for r in rows}
@@ -57,6 +62,7 @@ def episode_detail(
         ],
         "rows": rows,
         "images": {name: _url(images / f"{name}.png") for name in image_names(record)} if images else {},
+        "outputs": {name: text[:MOST_OUTPUT] for name, text in _outputs(record, outputs)} if outputs else {},
         "fed": fed_summary(fed),
     }
 
@@ -75,6 +81,13 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
 
 def _url(file: Path) -> str | None:
     return Image(file.stem, file).url if file.exists() else None
+
+
+def _outputs(record: Mapping[str, Any], outputs: Outputs) -> Iterator[tuple[str, str]]:
+    for result in (r for t in record["turns"] for r in t["action"]["results"] if r.get("sha256")):
+        text = outputs.read(str(result["sha256"]))
+        if text is not None:
+            yield result["sha256"], text
 
 
 def segment_columns(

@@ -147,6 +147,7 @@ class RunSource:
             self.decode,
             self.recording.advantages.get(episode_id),
             self.recording.images,
+            self.recording.outputs,
         )
         group = [
             e.id

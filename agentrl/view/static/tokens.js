@@ -205,7 +205,7 @@ AR.conversation = function (e) {
       a.calls.map((c, n) => {
         const r = a.results[n];
         const cut = r && r.full_bytes ? `, cut: the first of ${r.full_bytes} bytes, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
-        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.content(e, { content: r.parts || r.content }) : null);
+        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.content(e, { content: r.parts || r.content }) : null, r && r.sha256 && Object.hasOwn(e.outputs || {}, r.sha256) ? AR.h("details", { class: "whole" }, AR.h("summary", { class: "who" }, "all that it returned"), AR.h("pre", {}, AR.visible(e.outputs[r.sha256]))) : null);
       }),
       a.errors.map((x) => AR.part("wrong", `not understood (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
       a.answer !== null ? AR.part("policy", "answer", AR.h("pre", {}, AR.visible(a.answer))) : null,
