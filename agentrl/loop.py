@@ -32,7 +32,7 @@ Print = Callable[[str], None]
 
 async def train(config: Config, *, resume: Path | None = None, out: Print = print) -> Path:
     """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit."""
-    job = Job(config, resume, out)
+    job = Job(config, resume, out, trains=True)
     try:
         await job.start()
         for step in range(job.step, config.rollout.num_rollout):
@@ -54,7 +54,7 @@ async def train(config: Config, *, resume: Path | None = None, out: Print = prin
 class Job:
     """The parts of a run and where it stands."""
 
-    def __init__(self, config: Config, resume: Path | None, out: Print) -> None:
+    def __init__(self, config: Config, resume: Path | None, out: Print, *, trains: bool = False) -> None:
         """Check everything, then make the run folder.
 
         Raises:
@@ -63,6 +63,8 @@ class Job:
         self.config = config
         self.out = out
         self.parts = Parts(config)
+        if trains:
+            self.parts.require_trainable()
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         self.source = DataSource(
             self.parts.tasks("train"),
@@ -237,7 +239,8 @@ class Job:
     async def _episodes(
         self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
     ) -> tuple[list[Group], CauseTable]:
-        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed)
+        keep = self.folder.episodes.outputs.write if self.config.env.keep_whole_outputs else None
+        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=keep)
         attempts: list[Trajectory] = []
         progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
 

@@ -27,6 +27,7 @@ from agentrl.train.rows import make_rows
 async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) -> Path:
     """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
     parts = Parts(config)
+    parts.require_trainable()
     samples = []
     for number, source in enumerate(sources):
         for s in load_samples(source, parts):

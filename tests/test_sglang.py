@@ -24,7 +24,7 @@ pytestmark = [
 class Greedy(SGLangEngine):
     """SGLang promises no answer by seed; at temperature 0 it gives the same one, up to rounding."""
 
-    async def generate(self, ids, sampling, *, session):
+    async def generate(self, ids, sampling, *, session, images=()):
         return (
             await super().generate(ids, replace(sampling, temperature=0.0), session=session)
             if sampling.temperature == 1

@@ -19,6 +19,7 @@ from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsM
 from agentrl.engine.http import HttpClient
 from agentrl.engine.sglang_protocol import (
     ServerFacts,
+    check_prompt,
     finish_reason,
     goes_on,
     join,
@@ -26,10 +27,12 @@ from agentrl.engine.sglang_protocol import (
     read_version,
     request_body,
     sampled_tokens,
+    with_images,
     within,
 )
 from agentrl.engine.weights import check_weights
 from agentrl.errors import EngineAbort, EngineFailure, Failure
+from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 QUICK_S = 10.0
@@ -156,7 +159,9 @@ class SGLangEngine:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is given up by the server too."""
         facts = self.facts
         if self._asleep:
@@ -170,11 +175,13 @@ class SGLangEngine:
         parts: list[Generation] = []
         try:
             while True:
-                answer = await self._ask(flight, context, sampling, room, seeded=facts.deterministic)
+                answer = await self._ask(flight, context, sampling, room, images, seeded=facts.deterministic)
                 if finish_reason(answer, self.address) is FinishReason.ABORT:
                     if sampled_tokens(answer):
                         raise EngineAbort("the generation was given up while it was in flight", "weight update")
                     continue
+                if images:
+                    check_prompt(answer, context, self.address)
                 part = self._checked(read_generation(answer, self._first_version, self.address), flight)
                 parts.append(part)
                 room -= len(part.ids)
@@ -186,7 +193,16 @@ class SGLangEngine:
         finally:
             self._flights.discard(flight)
 
-    async def _ask(self, flight: _Flight, ids: list[int], sampling: SamplingParams, room: int, *, seeded: bool) -> Any:
+    async def _ask(
+        self,
+        flight: _Flight,
+        ids: list[int],
+        sampling: SamplingParams,
+        room: int,
+        images: Sequence[Placed],
+        *,
+        seeded: bool,
+    ) -> Any:
         """Send one request, once the engine is not paused; EngineAbort if it is given up."""
         self._asked += 1
         flight.rid = f"{self._name}-{self._asked}"
@@ -194,7 +210,8 @@ class SGLangEngine:
         assert task is not None
         cancels = task.cancelling()
         try:
-            return await self._send(flight, request_body(ids, sampling, room, flight.rid, seeded=seeded))
+            body = request_body(ids, sampling, room, flight.rid, seeded=seeded)
+            return await self._send(flight, with_images(body, images) if images else body)
         except asyncio.CancelledError:
             if flight.given_up is not None and task.uncancel() <= cancels:  # else the task itself was cancelled as well
                 raise flight.given_up from None

@@ -180,8 +180,15 @@ AR.tokenView = function (e, options = {}) {
 AR.seconds = (v) => (v === undefined || v === null ? null : v < 1 ? `${(v * 1000).toFixed(v < 0.01 ? 1 : 0)} ms` : `${v.toFixed(1)} s`);
 AR.json = (v) => AR.h("pre", {}, AR.visible(typeof v === "string" ? v : JSON.stringify(v, null, 1)));
 
-AR.content = function (message) {
+// Images lie in the episode itself, as data URLs; what claims to be one and is not there is said in words.
+AR.image = function (e, ref) {
+  const name = ref && typeof ref.sha256 === "string" ? ref.sha256 : "";
+  const url = Object.hasOwn(e.images || {}, name) ? e.images[name] : null;
+  return url ? AR.h("img", { src: url, alt: `image ${name.slice(0, 12)}`, class: "shown" }) : AR.h("span", { class: "soft" }, `(image ${AR.visible(name.slice(0, 12) || "?")}…, not in this record)`);
+};
+AR.content = function (e, message) {
   if (typeof message.content === "string") return AR.h("pre", {}, AR.visible(message.content));
+  if (Array.isArray(message.content)) return message.content.map((p) => (p && typeof p.text === "string" ? AR.h("pre", {}, AR.visible(p.text)) : p && p.type === "image" ? AR.image(e, p.image) : AR.json(p)));
   return AR.json(message.content === undefined ? message : message.content);
 };
 
@@ -198,18 +205,19 @@ AR.conversation = function (e) {
       a.calls.map((c, n) => {
         const r = a.results[n];
         const cut = r && r.full_bytes ? `, cut: the first of ${r.full_bytes} bytes, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
-        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.h("pre", {}, AR.visible(r.content)) : null);
+        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.content(e, { content: r.parts || r.content }) : null, r && r.sha256 && Object.hasOwn(e.outputs || {}, r.sha256) ? AR.h("details", { class: "whole" }, AR.h("summary", { class: "who" }, "all that it returned"), AR.h("pre", {}, AR.visible(e.outputs[r.sha256]))) : null);
       }),
       a.errors.map((x) => AR.part("wrong", `not understood (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
       a.answer !== null ? AR.part("policy", "answer", AR.h("pre", {}, AR.visible(a.answer))) : null,
       t.observation.messages.map((m) => {
         const who = `environment, as ${AR.visible(m.role)}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens cut` : ""}`;
-        const again = a.results.some((r) => r.content === m.content);
-        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(m)) : AR.part("env", who, AR.content(m));
+        const again = a.results.some((r) => r.content === m.content || (r.parts && JSON.stringify(r.parts) === JSON.stringify(m.content)));
+        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(e, m)) : AR.part("env", who, AR.content(e, m));
       }),
+      t.context ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `the context policy went on with ${t.context.length} messages`), t.context.map((m) => [AR.h("div", { class: "who" }, AR.visible(m.role)), AR.content(e, m)])) : null,
       Object.keys(t.info).length ? AR.h("details", { class: "part" }, AR.h("summary", {}, "info"), AR.json(t.info)) : null);
   });
-  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)))), turns,
+  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)), ((first && first.images) || []).filter((p) => first.provenance[p.at] === 0).map((p) => AR.image(e, p)))), turns,
     AR.h("details", {}, AR.h("summary", {}, "task, state, timings"), AR.json({ task: e.task, state: e.state, timings: e.timings, seed: e.seed, ...e.extra })));
 };
 
