@@ -97,8 +97,11 @@ class EpisodeRunner:
         limits: Limits,
         sampling: SamplingParams,
         seed: int,
+        processes: int = 1,
     ) -> None:
-        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed)."""
+        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed); `processes`: how
+        many runners like this one share the tools' limits.
+        """
         self.make_env = env
         self.env_class = env_class
         self.engine = engine
@@ -107,7 +110,7 @@ class EpisodeRunner:
         self.limits = limits
         self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
         self.seed = seed
-        self.toolbox = Toolbox()
+        self.toolbox = Toolbox(processes)
         self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
         self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
         """of its own, so that closing goes on when every other call hangs"""
