@@ -5,12 +5,14 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from doubles import until
 from sglang_double import Double
 
 from agentrl import runners
@@ -31,9 +33,20 @@ class Server(Double):
     async def server_info(self, _, __):
         return web.json_response({"version": self.version, "device": "cuda", "tp_size": 1, "context_length": 4096})
 
+    running = most = 0
+
+    async def generate(self, request, body):
+        Server.running += 1
+        Server.most = max(Server.most, Server.running)
+        try:
+            return await super().generate(request, body)
+        finally:
+            Server.running -= 1
+
     async def _answer(self, body):
         if len(body["input_ids"]) > 2:  # else a fleet looks whether it generates
             await self.going.wait()
+            await asyncio.sleep(self.delay_s)
         ids, text = self.answer(body)
         meta = {
             "input_token_logprobs": [[-0.5, i, None] for i in body["input_ids"]],
@@ -58,6 +71,7 @@ def script(tokenizer):
 
 @pytest.fixture
 async def servers(tokenizer):
+    Server.running = Server.most = 0
     found = [await Server(answer=script(tokenizer)).start() for _ in range(2)]
     yield found
     for server in found:
@@ -97,12 +111,6 @@ async def run(config):
     said: list[str] = []
     folder = await asyncio.wait_for(rollout_only(config, out=said.append), 120)
     return episodes(folder / "episodes"), "\n".join(said)
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  other processes' doing
-            await asyncio.sleep(0.05)
 
 
 def table_of(said: str) -> str:
@@ -145,6 +153,32 @@ async def test_sessions_stick_to_a_server(settings, servers):
         contexts = [b["input_ids"] for b in s.bodies if len(b["input_ids"]) > 2]
         longer = [c for c in contexts if len(c) > min(map(len, contexts))]
         assert all(any(c[: len(d)] == d for d in contexts if len(d) < len(c)) for c in longer)
+
+
+async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, servers, monkeypatch):
+    for server in servers:
+        server.delay_s = 0.05
+    job = Job(settings("slow", 2), None, lambda text: None)
+    behind = 0
+
+    class Slow:
+        def update(self):
+            nonlocal behind
+            asked = sum(len(p.asked) for p in job.processes._processes)
+            behind = max(behind, asked)
+            time.sleep(0.01)  # the controller is slow, the processes are not
+
+        def close(self): ...
+
+    monkeypatch.setattr(job.report, "progress", lambda *_: Slow())
+    try:
+        await job.engine.start()
+        groups = await job.rollout(0)
+    finally:
+        await job.close()
+    assert sum(len(g.trajectories) for g in groups) == 12
+    assert 2 < behind <= 7
+    assert 2 < Server.most <= 7
 
 
 async def test_a_killed_process_is_replaced_and_its_episodes_are_started_again(settings, tmp_path):
