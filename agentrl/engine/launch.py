@@ -20,7 +20,9 @@ LOG_LINES = 20
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 1.0
 POLL_S = 0.05
-_DIE_WITH_PARENT = f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); os.execvp(sys.argv[1], sys.argv[1:])"
+_DIE_WITH_PARENT = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 """becomes the server, after it has asked the kernel (PR_SET_PDEATHSIG) to end it with us; a function run between fork and exec could deadlock"""
 
 
