@@ -15,6 +15,7 @@ import orjson
 from agentrl.config import Config, EngineSettings
 from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
+from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, has_tools, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
@@ -180,6 +181,9 @@ class Parts:
         from agentrl.train.megatron import MegatronTrainer
 
         c = self.config
+        ranks, cards = c.train.actor_num_gpus_per_node or 1, len(gpus())
+        if 0 < cards < ranks:
+            raise ConfigError(f"--actor-num-gpus-per-node {ranks}: this machine has {cards} GPU{'s' * (cards > 1)}")
         return MegatronTrainer(
             self.folder,
             megatron=c.megatron,
