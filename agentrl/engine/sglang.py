@@ -357,6 +357,13 @@ class SGLangEngine:
         pairs = answer["meta_info"]["input_token_logprobs"]
         return [float(p[0]) for p in pairs[1:]]
 
+    async def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """The likeliest continuation by the weights that the server has now, whatever their version."""
+        params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": list(ids), "sampling_params": params}
+        answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
+        return [int(i) for i in answer["output_ids"]]
+
     async def give_up(self) -> None:
         """Have the paused server answer everything that it has; requests without a sampled token will be asked again.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.engine.base import SamplingParams
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
@@ -41,10 +40,7 @@ async def probe_ids(fleet: Fleet) -> list[int]:
     first = fleet.members[0].engine
     start = Random(0).randrange(first.vocab_size or 256)
     length = min(PROBE_TOKENS, first.context_length - 2)
-    greedy = SamplingParams(length - 1, temperature=0.0, ignore_eos=True)
-    answer = await fleet.generate([start], greedy, session="agentrl-probe")
-    await fleet.release("agentrl-probe")
-    return [start, *answer.ids]
+    return [start, *await first.greedy([start], length - 1)]
 
 
 async def expect(trainer: Any, fleet: Fleet, probe: Sequence[int]) -> Expected:
