@@ -17,6 +17,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import numpy as np
 import orjson
 
 from agentrl import Env
-from agentrl.engine.base import SamplingParams
+from agentrl.engine.base import Generation, SamplingParams
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
@@ -41,7 +43,7 @@ from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.split import SplitSync
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import MegatronTrainer
-from agentrl.types import Action, EpisodeSpec, StepResult, Task
+from agentrl.types import Action, EpisodeSpec, FinishReason, StepResult, Task
 
 FLAGS = {
     "attention_backend": "triton",
@@ -195,6 +197,20 @@ def words(draw: random.Random, count: int) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(count))
 
 
+class Endless:
+    """The fleet, of whose answers it says that they ended by themselves: a model of random weights never ends one."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fleet, name)
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Generation:
+        answer = await self.fleet.generate(ids, sampling, **more)
+        return replace(answer, finish_reason=FinishReason.STOP)
+
+
 class Talk(Env):
     """Four turns; the policy's words are random, and so are the answers."""
 
@@ -213,7 +229,8 @@ async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> 
     """256 episodes at once by agentrl's runner, recorded; sampled tokens/s and every context that was sent."""
     limits = Limits(max_turns=TURNS, max_response_tokens=4096, context_length=8192, max_tokens_per_turn=SAMPLED)
     sampling = SamplingParams(SAMPLED, ignore_eos=True)
-    runner = EpisodeRunner(Talk, Talk, fleet, renderer, Scorer([]), limits=limits, sampling=sampling, seed=seed)
+    engine: Any = Endless(fleet)
+    runner = EpisodeRunner(Talk, Talk, engine, renderer, Scorer([]), limits=limits, sampling=sampling, seed=seed)
     specs = [[EpisodeSpec(Task(str(n), ""), n, n)] for n in range(EPISODES)]
     writer = EpisodeWriter(folder / f"talk{seed}")
     started = time.perf_counter()
