@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from agentrl.envs.factbook import Passage, expert_plan, passages, questions
 from agentrl.errors import DataError, InfraError
-from agentrl.tools.retrieval import BM25Retriever, HTTPRetriever, load_corpus, show, split_contents
+from agentrl.tools.retrieval import BM25Retriever, DenseRetriever, HTTPRetriever, load_corpus, show, split_contents
 
 SMALL = [
     Passage("a", "Fruit", "apples and pears"),
@@ -190,3 +191,20 @@ def test_a_slow_or_absent_server_is_an_infrastructure_failure(server: Server) ->
         HTTPRetriever(server.url, timeout_s=0.2).search(["slow"], 1)
     with pytest.raises(InfraError, match="ConnectError"):
         HTTPRetriever("http://127.0.0.1:9/retrieve", timeout_s=1.0).search(["q"], 1)
+
+
+def test_dense_finds_by_meaning_and_embeds_a_corpus_once(tmp_path: Path) -> None:
+    corpus = [
+        Passage("0", "Rhone", "The river rises in a glacier of the Swiss Alps."),
+        Passage("1", "Bank", "Interest rates are set by the monetary policy committee."),
+        Passage("2", "Bread", "Flour, water, salt and yeast are kneaded and baked."),
+    ]
+    dense = DenseRetriever(corpus, cache=tmp_path)
+    questions = ["Who decides how much it costs to borrow money?", "recipe for a loaf", "where does the stream begin"]
+    assert [found[0].id for found in dense.search(questions, 1)] == ["1", "2", "0"]
+    assert dense.search([], 1) == []
+    (file,) = tmp_path.iterdir()
+    vectors = np.load(file)
+    np.save(file, vectors[[1, 0, 2]])  # what is on disk is what is searched
+    again = DenseRetriever(corpus, cache=tmp_path)
+    assert [found[0].id for found in again.search(questions[:1], 1)] == ["0"]

@@ -6,7 +6,9 @@ the HTTP messages are those of Search-R1 (https://github.com/PeterGriffinJin/Sea
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,8 +108,10 @@ class BM25Retriever:
 class DenseRetriever:
     """Inner product of MiniLM sentence vectors, searched exactly by faiss; needs the extra packages named in its error."""
 
-    def __init__(self, corpus: Sequence[Passage], *, batch_size: int = 256) -> None:
-        """Embed `corpus`: minutes on a CPU for 30,000 passages."""
+    def __init__(self, corpus: Sequence[Passage], *, batch_size: int = 256, cache: Path | None = None) -> None:
+        """Embed `corpus`, which takes minutes on a CPU for 30,000 passages; a corpus that was embedded before is read from the folder `cache`
+        (default: ~/.cache/agentrl).
+        """
         if not corpus:
             raise DataError("DenseRetriever: the corpus is empty; expected at least one passage")
         try:
@@ -119,13 +123,29 @@ class DenseRetriever:
             ) from e
         self._corpus, self._batch_size = list(corpus), batch_size
         self._model: Any = load_model(device="cpu")
-        vectors = self._embed([p.contents for p in self._corpus])
+        vectors = self._vectors(cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl")
         self._index: Any = faiss.IndexFlatIP(vectors.shape[1])
         self._index.add(vectors)
 
-    def _embed(self, texts: Sequence[str]) -> Any:
+    def _vectors(self, cache: Path) -> Any:
+        import numpy as np
+
+        digest = hashlib.blake2b(digest_size=16)
+        for p in self._corpus:
+            digest.update(f"{len(p.contents)} {p.contents}".encode("utf-8", "surrogatepass"))
+        file = cache / f"minilm-{digest.hexdigest()}.npy"
+        if file.exists():
+            return np.load(file)
+        vectors = self._embed([p.contents for p in self._corpus], progress=len(self._corpus) > 1000)
+        cache.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.npy")
+        np.save(part, vectors)
+        part.replace(file)
+        return vectors
+
+    def _embed(self, texts: Sequence[str], *, progress: bool = False) -> Any:
         return self._model.encode(
-            list(texts), batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=False
+            list(texts), batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=progress
         )
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
