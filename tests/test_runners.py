@@ -200,7 +200,7 @@ async def test_a_process_that_always_dies_ends_the_run(settings):
 
 async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(runners, "SILENCE_S", 8.0)
-    monkeypatch.setattr(runners, "END_S", 0.1)
+    monkeypatch.setattr(runners, "BEAT_S", 1.0)
     done, said = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
     assert len(done) == 24
     assert "gave no sign of life for 8 s" in said
