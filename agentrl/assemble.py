@@ -15,15 +15,20 @@ import orjson
 from agentrl.config import Config, EngineSettings
 from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
+from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, has_tools, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
-from agentrl.errors import ConfigError, DataError, UsageError
+from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
+from agentrl.render.context import resolve_context_policy
+from agentrl.render.images import Images
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
 from agentrl.runner_process import Tell
 from agentrl.runners import RunnerProcesses
+from agentrl.toolbox import Keep
+from agentrl.train.rows import NO_IMAGES
 from agentrl.types import Task
 
 if TYPE_CHECKING:
@@ -54,14 +59,27 @@ class Parts:
             raw_content=config.env.raw_content,
             surplus=config.env.surplus_calls,
             now=_day(config.run.date),
+            images=_images(self.folder, self.tokenizer),
             **config.model.template_args,
         )
         if not self.renderer.format.inline:
             self.renderer.check(("user", "assistant", "tool") if has_tools(self.env_class) else ("user", "assistant"))
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
+        self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
         self.servers = self._servers()
         self.threads = config.engine.threads or os.cpu_count() or 1
+
+    def require_trainable(self) -> None:
+        """Refuse, before the first episode, a model that takes images.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if isinstance(self.renderer.images, Images) and "vision_config" in self._model_config():
+            raise ConfigError(
+                f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
+            )
 
     def limits(self) -> Limits:
         """Bounds of an episode."""
@@ -81,8 +99,10 @@ class Parts:
         r = self.config.rollout
         return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
 
-    def runner(self, engine: Engine, *, temperature: float, seed: int, processes: int = 1) -> EpisodeRunner:
-        """A runner of this environment on an engine; `processes`: it is one of so many."""
+    def runner(
+        self, engine: Engine, *, temperature: float, seed: int, keep: Keep | None = None, processes: int = 1
+    ) -> EpisodeRunner:
+        """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
         r = self.config.rollout
         sampling = SamplingParams(
             max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
@@ -96,6 +116,8 @@ class Parts:
             limits=self.limits(),
             sampling=sampling,
             seed=seed,
+            context_policy=self.context_policy,
+            keep=keep,
             processes=processes,
         )
 
@@ -159,6 +181,9 @@ class Parts:
         from agentrl.train.megatron import MegatronTrainer
 
         c = self.config
+        ranks, cards = c.train.actor_num_gpus_per_node or 1, len(gpus())
+        if 0 < cards < ranks:
+            raise ConfigError(f"--actor-num-gpus-per-node {ranks}: this machine has {cards} GPU{'s' * (cards > 1)}")
         return MegatronTrainer(
             self.folder,
             megatron=c.megatron,
@@ -225,7 +250,7 @@ class Parts:
         return plan_servers(self.config, self.folder, self.context_length)
 
     def _context_length(self) -> int:
-        model: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
+        model = self._model_config()
         model = model.get("text_config", model)
         own = int(model.get("max_position_embeddings", 0)) or None
         asked = self.config.rollout.rollout_max_context_len
@@ -239,6 +264,18 @@ class Parts:
                 f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len"
             )
         return length
+
+    def _model_config(self) -> dict[str, Any]:
+        found: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
+        return found
+
+
+def _images(folder: Path, tokenizer: Tokenizer) -> Images | TemplateError | None:
+    """What the model knows of images. Why it knows none is said when there is one: most models are never shown any."""
+    try:
+        return Images.load(folder, tokenizer.added)
+    except TemplateError as e:
+        return e
 
 
 def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunner]:
@@ -256,6 +293,7 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunn
             fleet,
             temperature=settings["temperature"],
             seed=settings["seed"],
+            keep=settings["keep"] and settings["keep"].write,
             processes=config.rollout.runner_processes,
         )
 

@@ -68,10 +68,14 @@ class EnvSettings:
     """turns that could not be parsed before the episode ends"""
     max_calls_per_turn: int = 8
     """tool calls in one turn; further ones are answered with an error"""
+    keep_whole_outputs: bool = False
+    """what a tool returned and the policy saw only the beginning of: keep it whole, in `episodes/outputs/` of the run folder"""
     surplus_calls: Literal["error", "ignore", "refuse"] = "error"
     """calls over the limit: answered with an error, left out, or all calls of the turn refused"""
     history_policy: Literal["append", "rerender"] = "append"
     """templates that rewrite history (thinking stripped): keep the tokens, or render anew in a segment of its own"""
+    context_policy: str | None = None
+    """what leaves a conversation that grows long: drop_old_turns, truncate_old_results, or `module:policy`; None: the environment's choice"""
     raw_content: bool = False
     """let control tokens inside prompts and tool output count as such; unsafe"""
     truncated_episodes: Literal["train", "mask", "drop"] = "train"

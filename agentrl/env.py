@@ -18,7 +18,9 @@ An Env never sees a tokenizer.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from agentrl.errors import ConfigError, ContractError, suggest
@@ -49,6 +51,9 @@ class Env:
     """how actions are written: a name of agentrl.render.FORMATS ('search_r1', 'hermes', …); None: the model family's own"""
     system_prompt: ClassVar[str | None] = None
     """put before the first observation"""
+    context_policy: ClassVar[Any] = None
+    """what leaves a conversation that grows long: `DropOldTurns()`, `TruncateOldResults()`, `Summarise(write)` of agentrl.render, or any
+    function (or method) of a `ContextView` that returns the messages to go on with, or None to leave them; None: nothing leaves it"""
     threads: ClassVar[int] = 32
     """sync methods at once, over all episodes of this class"""
     input_key: ClassVar[str] = "prompt"
@@ -132,13 +137,41 @@ class ToolEnv(Env):
 def tool_messages(action: Action) -> list[Message]:
     """One tool message per result, and one user message saying what could not be parsed."""
     messages: list[Message] = [
-        {"role": "tool", "name": r.name, "tool_call_id": r.call_id, "content": r.content} for r in action.results
+        {
+            "role": "tool",
+            "name": r.name,
+            "tool_call_id": r.call_id,
+            "content": r.content if r.parts is None else list(r.parts),
+        }
+        for r in action.results
     ]
     if action.errors:
         text = "\n".join(f"error: {e.message}" for e in action.errors)
         role = {"role": "tool", "name": "error", "tool_call_id": "error"} if messages else {"role": "user"}
         messages.append({**role, "content": text})
     return messages
+
+
+def is_plain(make: Callable[[], Env], env_class: type[Env]) -> bool:
+    """Making the environment runs no constructor of a user's, which might block."""
+    cls = make.func if isinstance(make, partial) and not make.args and not make.keywords else make
+    constructs = any(vars(c).keys() & {"__init__", "__new__"} for c in env_class.__mro__[:-1])
+    return cls is env_class and not constructs
+
+
+def check_reward(value: Any, env_class: type[Env]) -> float:
+    """A step reward as a float.
+
+    Raises:
+        ContractError: not a finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, (str, bytes)):
+        raise ContractError(f"{env_class.label()}.step returned the reward {value!r:.60}; it must be a finite number")
+    return number
 
 
 def _only_env(module: Any) -> Any:

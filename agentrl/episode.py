@@ -12,15 +12,13 @@ The order of limits (design §6), the first that holds ends the episode:
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
-from agentrl.env import Env, ToolEnv
+from agentrl.env import Env, ToolEnv, check_reward, is_plain
 from agentrl.errors import (
     ContractError,
     EngineAbort,
@@ -32,14 +30,16 @@ from agentrl.errors import (
     UsageError,
     boundary,
 )
+from agentrl.images import carry
 from agentrl.pool import Pool
 from agentrl.recorder import Recorder
-from agentrl.render.fit import fit, fit_prompt
+from agentrl.render.context import ContextPolicy, ContextView, checked, newest, view_of
+from agentrl.render.fit import anew, follow
 from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
 from agentrl.tool import ToolSpec
-from agentrl.toolbox import Toolbox
+from agentrl.toolbox import Keep, Toolbox
 from agentrl.types import (
     Action,
     EpisodeSpec,
@@ -97,10 +97,14 @@ class EpisodeRunner:
         limits: Limits,
         sampling: SamplingParams,
         seed: int,
+        context_policy: ContextPolicy | None = None,
+        keep: Keep | None = None,
         processes: int = 1,
     ) -> None:
-        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed); `processes`: how
-        many runners like this one share the tools' limits.
+        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed).
+
+        `context_policy` goes before the environment's own; `keep` is given tools' outputs that were cut, whole; `processes`: how many
+        runners like this one share the tools' limits.
         """
         self.make_env = env
         self.env_class = env_class
@@ -110,7 +114,8 @@ class EpisodeRunner:
         self.limits = limits
         self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
         self.seed = seed
-        self.toolbox = Toolbox(processes)
+        self.context_policy = context_policy
+        self.toolbox = Toolbox(keep, processes)
         self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
         self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
         """of its own, so that closing goes on when every other call hangs"""
@@ -132,6 +137,13 @@ class EpisodeRunner:
         except Failure as e:
             return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
 
+    async def rewrite(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
+        """What a context policy makes of a conversation; None: it stays as it is."""
+        with boundary(EnvFailure, "context policy"):
+            made = await self.env_pool.call(policy, view, timeout_s=self.env_class.timeout_s)
+        messages = checked(made, view)
+        return None if messages is None else await carry(messages)
+
     def close(self) -> None:
         """Let the idle threads of all pools end."""
         self.toolbox.close()
@@ -151,6 +163,8 @@ class Episode:
         self.draft: dict[str, Any] | None = None
         """the turn under way, as arguments of `Turn`"""
         self.conversation: list[Message] = []
+        self.first = 0
+        """messages of the first prompt"""
         self.prompt_length = 0
         self.invalid = 0
         self.env: Env | None = None
@@ -187,11 +201,13 @@ class Episode:
             if action.calls:
                 action = await self.use_tools(action)
             stop = await self.step(action)
+            if stop is None and self.runner.renderer.is_placeholder(generation.ids):
+                stop = StopReason.INVALID_ACTION_LIMIT  # whoever reads the context would look for an image there
             if stop is not None:
                 return stop
             if self.now["index"] + 1 >= self.runner.limits.max_turns:
                 return StopReason.MAX_TURNS
-            stop = self.observe()
+            stop = await self.observe()
             if stop is not None:
                 return stop
 
@@ -210,14 +226,20 @@ class Episode:
             for tool in self.env.tool_instances:
                 seed = derive_seed(self.seed, "tool")
                 await runner.env_pool.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
-        first = Observation.of(await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env")))
+        task = self.spec.task
+        if not isinstance(task.prompt, str):
+            self.spec = replace(self.spec, task=replace(task, prompt=tuple(await carry(task.prompt))))
+        first = await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
+        first = Observation(tuple(await carry(Observation.of(first).messages)))
         if not first.messages:
             raise ContractError(
                 f"{runner.env_class.label()}.reset returned an empty observation; return the first message"
             )
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
-        self.recorder.open(self.runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()]))
+        self.first = len(self.conversation)
+        pieces = runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()])
+        self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
         self.prompt_length = self.recorder.length()
 
     def room(self) -> tuple[int, StopReason]:
@@ -242,7 +264,9 @@ class Episode:
         sampling = self.sampling(room, seed)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
-            generation = await runner.engine.generate(self.recorder.context(), sampling, session=self.spec.episode_id)
+            generation = await runner.engine.generate(
+                self.recorder.context(), sampling, session=self.spec.episode_id, images=self.recorder.images()
+            )
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine gave the generation up", "engine abort")
@@ -298,7 +322,7 @@ class Episode:
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.clock["env_s"] += elapsed
         self.now.update(
-            observation=Observation.of(result.observation),
+            observation=Observation(tuple(await carry(Observation.of(result.observation).messages))),
             reward=check_reward(result.reward, self.runner.env_class),
             info=dict(result.info),
             state_key=result.state_key,
@@ -311,7 +335,7 @@ class Episode:
             return StopReason.ENV_TRUNCATED
         return StopReason.INVALID_ACTION_LIMIT if self.invalid >= self.runner.limits.max_invalid_actions else None
 
-    def observe(self) -> StopReason | None:
+    async def observe(self) -> StopReason | None:
         """Append the observation and the next turn's header to the context; a stop reason if there is no room for another token."""
         turn, renderer, limits = self.now, self.runner.renderer, self.runner.limits
         messages = list(turn["observation"].messages)
@@ -322,23 +346,28 @@ class Episode:
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
         tight = StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        room, schemas = min(context_room, budget_room) - 1, [t.schema for t in self.tools.values()]
-        delta, kept, cut = fit(renderer, messages, self.last_ids(), room, history=self.conversation, tools=schemas)
-        if delta is None:
-            return tight
-        before = [*self.conversation, renderer.message(turn["action"])]
-        if delta.new_segment is not None:
-            turn["info"]["new_segment"] = delta.new_segment
-            room = min(limits.context_length, self.prompt_length + limits.max_response_tokens) - 1
-            ids, kept, cut = fit_prompt(renderer, before, messages, room, schemas)
-            if ids is None:
-                return tight
-            self.recorder.open([(Provenance.PROMPT, ids)], turn=turn["index"])
+        said, tools = renderer.message(turn["action"]), [t.schema for t in self.tools.values()]
+        grown = (renderer, self.conversation, said, messages, self.last_ids())
+        most = min(limits.context_length, self.prompt_length + limits.max_response_tokens)
+        policy = self.runner.context_policy or getattr(self.env, "context_policy", None)
+        if policy is not None:
+            view = view_of(*grown, first=self.first, length=self.recorder.length(), limit=most, tools=tools)
+            if (made := await self.runner.rewrite(policy, view)) is not None:
+                turn["context"] = tuple(made)
+        if "context" in turn:
+            found = anew(renderer, *newest(turn["context"]), "the context policy", most - 1, tools)
         else:
-            self.recorder.extend(delta.pieces, turn=turn["index"])
-        if cut:
-            turn |= {"observation": Observation(tuple(kept)), "observation_cut_tokens": cut}
-        self.conversation = [*before, *kept]
+            found = follow(*grown, room=min(context_room, budget_room) - 1, room_anew=most - 1, tools=tools)
+        if found is None:
+            return tight
+        if found.opens is not None:
+            turn["info"]["new_segment"] = found.opens
+            self.recorder.open(found.pieces, turn=turn["index"], images=found.images)
+        else:
+            self.recorder.extend(found.pieces, turn=turn["index"], images=found.images)
+        if found.cut:
+            turn |= {"observation": Observation(tuple(found.kept)), "observation_cut_tokens": found.cut}
+        self.conversation = found.conversation
         return None
 
     # -- pieces ------------------------------------------------------------------------------------------------------
@@ -430,25 +459,3 @@ class Episode:
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
-
-
-def is_plain(make: Callable[[], Env], env_class: type[Env]) -> bool:
-    """Making the environment runs no constructor of a user's, which might block."""
-    cls = make.func if isinstance(make, partial) and not make.args and not make.keywords else make
-    constructs = any(vars(c).keys() & {"__init__", "__new__"} for c in env_class.__mro__[:-1])
-    return cls is env_class and not constructs
-
-
-def check_reward(value: Any, env_class: type[Env]) -> float:
-    """A step reward as a float.
-
-    Raises:
-        ContractError: not a finite number.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, (str, bytes)):
-        raise ContractError(f"{env_class.label()}.step returned the reward {value!r:.60}; it must be a finite number")
-    return number

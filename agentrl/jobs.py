@@ -55,7 +55,7 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     rollouts = list(recorded_rollouts(recording, config.rollout.rollout_batch_size))
     if not rollouts:
         raise DataError(f"{source}: no episode of the train split in it")
-    job = Job(config, None, out)
+    job = Job(config, None, out, trains=True)
     try:
         job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
         for step, entries in enumerate(rollouts):
@@ -87,7 +87,7 @@ def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> tu
     table = CauseTable()
     members: dict[int, list[Trajectory]] = {}
     for record in recording.records(entries):
-        t = from_record(record)
+        t = from_record(record, recording.images)
         table.add(t)
         job.folder.episodes.write(t, step=step, split="train", config=record.get("config"))
         if t.status not in (Status.FAILED, Status.ABORTED):

@@ -33,7 +33,7 @@ Print = Callable[[str], None]
 
 async def train(config: Config, *, resume: Path | None = None, out: Print = print) -> Path:
     """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit."""
-    job = Job(config, resume, out)
+    job = Job(config, resume, out, trains=True)
     try:
         await job.start()
         for step in range(job.step, config.rollout.num_rollout):
@@ -55,7 +55,7 @@ async def train(config: Config, *, resume: Path | None = None, out: Print = prin
 class Job:
     """The parts of a run and where it stands."""
 
-    def __init__(self, config: Config, resume: Path | None, out: Print) -> None:
+    def __init__(self, config: Config, resume: Path | None, out: Print, *, trains: bool = False) -> None:
         """Check everything, then make the run folder.
 
         Raises:
@@ -64,6 +64,8 @@ class Job:
         self.config = config
         self.out = out
         self.parts = Parts(config)
+        if trains:
+            self.parts.require_trainable()
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         self.source = DataSource(
             self.parts.tasks("train"),
@@ -138,12 +140,13 @@ class Job:
         steps = await self._with_log_probs(steps)
         done = []
         for rows in steps:
-            done.append(await asyncio.to_thread(self.trainer.step, rows, self._loss(), lr))
+            loss = self._loss()
+            metrics = await asyncio.to_thread(self.trainer.step, rows, loss, lr)
             self.optimizer_step += 1
-            record = step_record(
-                rows, self.trainer, step=self.step, optimizer_step=self.optimizer_step, loss=asdict(self._loss()), lr=lr
-            )
-            self.folder.episodes.write_step(**record, metrics=done[-1])
+            where = {"step": self.step, "optimizer_step": self.optimizer_step, "loss": asdict(loss), "lr": lr}
+            record = step_record(rows, self.trainer, metrics.pop("log_probs"), **where)
+            self.folder.episodes.write_step(**record, metrics=metrics)
+            done.append(metrics)
         self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {
             f"train/{k}": v for k, v in flatten(done).items()
         }
@@ -164,7 +167,7 @@ class Job:
         """Write the step's numbers and say them."""
         self.folder.metrics.write({"step": step, **self.row})
         parts = {f"sync/{k}": v for k, v in self.weights.seconds.items()}
-        self.folder.timings.write({"step": step, **self.seconds, **parts})
+        self.folder.timings.write({"step": step, **self.seconds, **parts, **self.weights.memory()})
         self.report.step(step, self.row, self.seconds)
         self.out(self.report.line(step))
         self.step = step + 1
@@ -262,12 +265,15 @@ class Job:
     @asynccontextmanager
     async def _runner(self, temperature: float, seed: int) -> AsyncIterator[Runner]:
         """In this process, or in several."""
+        keep = self.folder.episodes.outputs if self.config.env.keep_whole_outputs else None
         if self.processes is not None:
-            settings = {"temperature": temperature, "seed": seed, "policy_version": self.policy_version}
+            version = self.policy_version
+            settings = {"temperature": temperature, "seed": seed, "policy_version": version, "keep": keep}
             async with self.processes.rollout(settings) as remote:
                 yield remote
             return
-        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed)
+        write = None if keep is None else keep.write
+        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=write)
         try:
             yield runner
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
+from agentrl.images import Placed
 from agentrl.types import Provenance, Segment, Span
 
 Piece = tuple[Provenance, Sequence[int]]
@@ -25,8 +26,15 @@ class Recorder:
         self._segments: list[_Open] = []
         self._current: dict[str, int] = {}
 
-    def open(self, pieces: Iterable[Piece], *, turn: int = -1, agent_id: str = "policy") -> int:
-        """Begin a segment; returns its index.
+    def open(
+        self,
+        pieces: Iterable[Piece],
+        *,
+        turn: int = -1,
+        agent_id: str = "policy",
+        images: Iterable[Placed] = (),
+    ) -> int:
+        """Begin a segment; returns its index. `images`: where they stand in the pieces.
 
         Raises:
             InvariantError: no tokens: there is nothing to generate from.
@@ -36,12 +44,15 @@ class Recorder:
             raise InvariantError("a segment must begin with at least one token")
         self._segments.append(_Open(agent_id))
         self._current[agent_id] = len(self._segments) - 1
-        self.extend(pieces, turn=turn, agent_id=agent_id)
+        self.extend(pieces, turn=turn, agent_id=agent_id, images=images)
         return self._current[agent_id]
 
-    def extend(self, pieces: Iterable[Piece], *, turn: int, agent_id: str = "policy") -> None:
+    def extend(
+        self, pieces: Iterable[Piece], *, turn: int, agent_id: str = "policy", images: Iterable[Placed] = ()
+    ) -> None:
         """Append tokens that were not sampled to the agent's current segment. Empty pieces are left out."""
         segment = self._segments[self._current[agent_id]]
+        segment.images += [Placed(p.image, p.at + len(segment.ids), p.tokens) for p in images]
         for provenance, ids in pieces:
             if ids:
                 segment.add(Span(provenance, tuple(ids), turn))
@@ -68,6 +79,10 @@ class Recorder:
     def context(self, agent_id: str = "policy") -> list[int]:
         """The ids of the agent's current segment, to be sent to the engine. A copy."""
         return self._segments[self._current[agent_id]].ids.copy()
+
+    def images(self, agent_id: str = "policy") -> tuple[Placed, ...]:
+        """The images of the agent's current segment and where they stand in `context`."""
+        return tuple(self._segments[self._current[agent_id]].images)
 
     def length(self, agent_id: str = "policy") -> int:
         """Tokens in the agent's current segment."""
@@ -114,18 +129,19 @@ class Recorder:
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments so far."""
-        return tuple(Segment(tuple(s.spans), s.agent_id) for s in self._segments)
+        return tuple(Segment(tuple(s.spans), s.agent_id, tuple(s.images)) for s in self._segments)
 
 
 class _Open:
     """A segment being built: its spans, their ids in one list, and the checksum of these."""
 
-    __slots__ = ("_crc", "_summed", "agent_id", "ids", "spans")
+    __slots__ = ("_crc", "_summed", "agent_id", "ids", "images", "spans")
 
     def __init__(self, agent_id: str) -> None:
         self.agent_id = agent_id
         self.spans: list[Span] = []
         self.ids: list[int] = []
+        self.images: list[Placed] = []
         self._crc = self._summed = 0
 
     def add(self, span: Span) -> None:

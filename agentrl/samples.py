@@ -13,10 +13,13 @@ from numbers import Real
 from typing import Any
 
 from agentrl.errors import InvariantError
+from agentrl.images import Image
 from agentrl.types import Message, Provenance, Span, Status, Trajectory
 
 Runs = list[tuple[int, int]]
 """run-length encoding: (value, count), in order"""
+
+Pixels = Callable[[Sequence[Image]], dict[str, Any] | None]
 
 _NEVER = (Provenance.PROMPT, Provenance.OBSERVATION, Provenance.TEMPLATE, Provenance.FORCED)
 _KNOWN = frozenset(map(int, Provenance))
@@ -36,7 +39,9 @@ class Sample:
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
+    """`images`: a list of `Image`, in the order of their placeholders in `tokens`; None without images"""
     multimodal_train_inputs: dict[str, Any] | None = None
+    """what the model's forward takes beside `tokens`: pixel_values and image_grid_thw"""
     response: str = ""
     response_length: int = 0
     """tokens after the prompt, ≥ 0"""
@@ -131,15 +136,22 @@ def to_samples(
     *,
     decode: Callable[[Sequence[int]], str] | None = None,
     demonstrations: bool = False,
+    pixels: Pixels | None = None,
 ) -> list[Sample]:
     """One Sample per segment that has a sampled (or, with `demonstrations`, demonstrated) token.
+
+    `pixels` (`Renderer.pixels`) makes `multimodal_train_inputs` of images.
 
     FAILED and ABORTED trajectories give none: a failure is never turned into reward 0.
     """
     if trajectory.status in (Status.FAILED, Status.ABORTED):
         return []
     made = [_segment_sample(trajectory, i, decode, demonstrations) for i in range(len(trajectory.segments))]
-    return [s for s in made if any(s.loss_mask or ())]
+    kept = [s for s in made if any(s.loss_mask or ())]
+    for s in kept:
+        if s.multimodal_inputs and pixels:
+            s.multimodal_train_inputs = pixels(s.multimodal_inputs["images"])
+    return kept
 
 
 def _segment_sample(
@@ -154,6 +166,7 @@ def _segment_sample(
         group_index=t.group_index,
         index=t.index,
         prompt=t.task.prompt if isinstance(t.task.prompt, str) else t.task.messages,
+        multimodal_inputs={"images": [p.image for p in t.segments[index].images]} if t.segments[index].images else None,
         tokens=[*chain.from_iterable(s.ids for s in prompt), *ids],
         response=decode(ids) if decode else "",
         response_length=len(ids),

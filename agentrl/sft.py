@@ -27,6 +27,7 @@ from agentrl.train.rows import make_rows
 async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) -> Path:
     """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
     parts = Parts(config)
+    parts.require_trainable()
     samples = []
     for number, source in enumerate(sources):
         for s in load_samples(source, parts):
@@ -47,6 +48,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
             row = await asyncio.to_thread(
                 trainer.step, rows, LossConfig(kind="sft"), sft_rate(config, step, len(batches))
             )
+            row.pop("log_probs")
             folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in row.items()}})
             if step % 10 == 0 or step == len(batches) - 1:
                 out(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import orjson
 from pydantic import BaseModel
 
 from agentrl.errors import ContractError, ToolFailure, suggest
+from agentrl.images import carried_parts, is_image, parts_of
 from agentrl.pool import DeadlineError, Pool
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, ToolCall, ToolResult
@@ -33,6 +34,9 @@ TRANSPORT_ERRORS = {
     "requests.exceptions.ConnectionError",
 }
 """infrastructure failures by class (subclasses too), named so that no client library is imported for it"""
+
+
+Keep = Callable[[str, bytes], None]
 
 
 class ToolLimiter:
@@ -58,7 +62,9 @@ class Toolbox:
     Of several runner `processes` each has its share of the calls at once.
     """
 
-    def __init__(self, processes: int = 1) -> None:
+    def __init__(self, keep: Keep | None = None, processes: int = 1) -> None:
+        """`keep` is given every result that is cut, whole, under its SHA-256; it may block."""
+        self.keep = keep
         self._processes = processes
         self._limiters: dict[tuple[str, str], ToolLimiter] = {}
 
@@ -115,7 +121,7 @@ class Toolbox:
             result = await self._attempts(spec, limiter, call, arguments)
         took = time.perf_counter() - started
         return ToolResult(
-            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, duration_s=took
+            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, took, result.parts
         )
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
@@ -131,14 +137,21 @@ class Toolbox:
         for attempt in range(spec.limits.retries + 1):
             try:
                 value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)
-                result = _cut(call, to_text(value), spec.limits.max_result_bytes)
+                parts = parts_of(value)
+                if parts is None:
+                    result = await self._cut(call, to_text(value), spec.limits.max_result_bytes)
+                else:
+                    parts = await asyncio.to_thread(carried_parts, parts)
+                    text = "".join(str(p.get("text", "")) for p in parts if not is_image(p))
+                    result = await self._cut(call, text, spec.limits.max_result_bytes)
+                    result = replace(result, parts=_parts(result, parts))
             except DeadlineError:
                 limiter.counts["timeouts"] += 1
                 return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
             except Exception as e:  # the policy's doing becomes an observation (design §4), the rest is raised
                 if not is_transport_error(e):
                     limiter.counts["errors"] += 1
-                    return _cut(call, f"error: {_say(e)}", spec.limits.max_result_bytes, is_error=True)
+                    return await self._cut(call, f"error: {_say(e)}", spec.limits.max_result_bytes, is_error=True)
                 if attempt == spec.limits.retries:
                     raise ToolFailure(f"tool {spec.name}: {_say(e)}", f"tool {spec.name}: {type(e).__name__}") from e
                 limiter.counts["retries"] += 1
@@ -146,6 +159,13 @@ class Toolbox:
                 limiter.counts["cut"] += result.full_bytes is not None
                 return result
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _cut(self, call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
+        """See the function; what is cut is kept whole, if that is wanted."""
+        result = _cut(call, text, limit, is_error=is_error)
+        if self.keep is not None and result.sha256 is not None:
+            await asyncio.to_thread(self.keep, result.sha256, text.encode("utf-8", errors="replace"))
+        return result
 
 
 async def _guard(call: Any) -> ToolResult | ToolFailure:
@@ -173,6 +193,13 @@ def _say(error: Exception) -> str:
 def _error(call: ToolCall, message: str) -> ToolResult:
     """A result that the toolbox itself writes; it may quote the policy at any length."""
     return _cut(call, f"error: {message}", 2000, is_error=True)
+
+
+def _parts(result: ToolResult, parts: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """A result's texts and images in order; where the texts were too long, what is left of them and then the images."""
+    if result.full_bytes is None:
+        return tuple(p if is_image(p) else {**p, "text": _clean(str(p.get("text", "")))} for p in parts)
+    return ({"type": "text", "text": result.content}, *(p for p in parts if is_image(p)))
 
 
 def to_text(value: Any) -> str:

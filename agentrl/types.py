@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any
 
 from agentrl.errors import ContractError, InvariantError
+from agentrl.images import Placed
 
 Message = dict[str, Any]
 """A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts), optionally `tool_calls`, `name`, `tool_call_id`."""
@@ -168,6 +169,8 @@ class ToolResult:
     sha256: str | None = None
     """of the whole result, when it was cut"""
     duration_s: float = 0.0
+    parts: tuple[Mapping[str, Any], ...] | None = None
+    """where the result holds images: its texts and images in order, as parts of a content (`content` is the texts alone)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +263,8 @@ class Segment:
 
     spans: tuple[Span, ...]
     agent_id: str = "policy"
+    images: tuple[Placed, ...] = ()
+    """where images stand, in order"""
 
     @property
     def ids(self) -> list[int]:
@@ -292,6 +297,8 @@ class Turn:
     timings: Mapping[str, float] = field(default_factory=dict)
     """seconds: generate_s, tools_s, env_s; and cached_tokens"""
     agent_id: str = "policy"
+    context: tuple[Message, ...] | None = None
+    """the conversation that the context policy made for the next turn; None: it left it as it was"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,9 @@ class FakeEngine:
     running: int = 0
     most_running: int = 0
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Any] = ()
+    ) -> Generation:
         request = Request(tuple(ids), sampling, session, self.turns.get(session, 0))
         self.turns[session] = request.turn + 1
         self.requests.append(request)

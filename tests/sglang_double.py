@@ -35,6 +35,8 @@ class Double:
     device: str = "cuda"
     eos: tuple[int, ...] = ()
     cached: int = 1
+    image_tokens: tuple[int, ...] = ()
+    """for each image of a request, how many tokens its placeholder (id 77) becomes"""
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -154,14 +156,28 @@ class Double:
         reason = ended if finished else {"type": "abort", "message": "aborted"}
         pairs = [[-0.5, i, None] for i in ids]
         scores = [[None, i, None] if n == 0 else [-0.5, i, None] for n, i in enumerate(body["input_ids"])]
+        prompt = self._expanded(body)
         meta = {
+            "prompt_tokens": len(prompt),
             "input_token_logprobs": scores,
             "finish_reason": reason,
             "output_token_logprobs": pairs,
             "weight_version": version,
             "cached_tokens": self.cached,
         }
-        return web.json_response({"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}})
+        told = {"prompt_token_ids": prompt} if body.get("return_prompt_token_ids") else {}
+        return web.json_response(
+            {"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}, **told}
+        )
+
+    def _expanded(self, body: dict[str, Any]) -> list[int]:
+        """As BaseMultimodalProcessor._expand_input_ids of SGLang 0.5.17 and 0.5.23."""
+        counts = iter(self.image_tokens)
+        ids = body["input_ids"]
+        if "image_data" not in body:
+            return list(ids)
+        assert ids.count(77) == len(body["image_data"]) == len(self.image_tokens)
+        return [j for i in ids for j in ([77] * next(counts) if i == 77 else [i])]
 
     async def _think(self) -> None:
         await asyncio.sleep(self.delay_s)

@@ -18,9 +18,11 @@ from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_install import Installation, check_flags, find_installation
 from agentrl.engine.sglang_protocol import ServerFacts
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
+from agentrl.images import Placed, as_image
 from agentrl.sync.fingerprint import fingerprint
 from agentrl.types import FinishReason
 
+Pil = pytest.importorskip("PIL.Image")
 MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
 FIVE = SamplingParams(5)
 
@@ -59,6 +61,25 @@ async def test_what_is_asked_and_what_is_read(engine, double):
     assert asked["skip_special_tokens"] is False
     assert (asked["temperature"], asked["stop"], asked["stop_token_ids"]) == (0.7, ["</search>"], [3])
     assert "sampling_seed" not in asked
+
+
+async def test_images_go_beside_the_ids_one_placeholder_each(double, engine):
+    images = [as_image({"image": Pil.new("RGB", (9, n), "red")}) for n in (4, 5)]
+    ids = [1, 77, 77, 77, 2, 77, 77, 3]
+    placed = [Placed(images[0], 1, 3), Placed(images[1], 5, 2)]
+    double.image_tokens = (3, 2)
+    g = await engine.generate(ids, FIVE, session="a", images=placed)
+    assert g.ids == (4, 5, 6, 7, 8)
+    body = double.bodies[0]
+    assert body["input_ids"] == [1, 77, 2, 77, 3]
+    assert [as_image({"image_url": u}) for u in body["image_data"]] == images
+    assert body["sampling_params"]["max_new_tokens"] == 5
+    double.image_tokens = (3, 3)  # a server whose processor is set otherwise
+    with pytest.raises(EngineFailure, match="read 9 tokens with images, the renderer gave 8") as e:
+        await engine.generate(ids, FIVE, session="a", images=placed)
+    assert e.value.cause == "engine: images expanded otherwise"
+    await engine.generate(ids, FIVE, session="a")
+    assert "image_data" not in double.bodies[-1]
 
 
 async def test_room_is_what_the_context_leaves(engine, double):

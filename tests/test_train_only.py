@@ -27,7 +27,7 @@ class NoteTrainer:
 
     def step(self, rows, loss, lr):
         self.fed.append(list(rows))
-        return {"loss": 0.5, "grad_norm": 1.0}
+        return {"loss": 0.5, "grad_norm": 1.0, "log_probs": [r.rollout_log_probs for r in rows]}
 
     def save(self, path):
         path.mkdir(parents=True)

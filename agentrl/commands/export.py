@@ -52,7 +52,12 @@ def _page(args: argparse.Namespace, recording: Recording) -> int:
     decode, note = decoder(args.recorded, args.tokenizer)
     name = args.episode
     detail = episode_detail(
-        recording.record(recording.entry(name)), recording.fed(name), decode, recording.advantages.get(name)
+        recording.record(recording.entry(name)),
+        recording.fed(name),
+        decode,
+        recording.advantages.get(name),
+        recording.images,
+        recording.outputs,
     )
     args.html.write_text(html_of(detail | {"note": note}), encoding="utf-8")
     print(f"{args.html}: {args.html.stat().st_size:,} bytes")

@@ -48,7 +48,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(f"fork: --branches must be at least 1, found {args.branches}")
     recording = Recording(args.recorded)
     entry = recording.entry(args.episode)
-    original = from_record(recording.record(entry))
+    original = from_record(recording.record(entry), recording.images)
     parts = Parts(settings_of(args, rest))
     seeds = range(args.branch_seed, args.branch_seed + args.branches)
     if entry.version:

@@ -48,7 +48,7 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     async def score_all() -> None:
         for group in groups_of(entries):
             records = list(recording.records(group))
-            done = await rescore_group(scorer, [from_record(r) for r in records])
+            done = await rescore_group(scorer, [from_record(r, recording.images) for r in records])
             change.add([done])
             if writer is not None:
                 _write(writer, records, done)

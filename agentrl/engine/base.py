@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from agentrl.errors import ConfigError, EngineFailure
+from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 
@@ -82,8 +83,12 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Make ready for `generate`."""
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """Sample a continuation of `ids`. `session` (an episode) sticks to one engine and its prefix cache.
+
+        `images`: where images stand in `ids`, each as many placeholders as it has tokens.
 
         Raises:
             EngineFailure: no answer, or the context does not fit.

@@ -16,6 +16,7 @@ from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsM
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.sglang import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
 from agentrl.errors import AgentRLError, EngineFailure, Failure
+from agentrl.images import Placed
 
 POLL_S = 0.25
 UNHEALTHY_S = 60.0
@@ -228,11 +229,13 @@ class Fleet:
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """Ask the session's server; see `Engine.generate`."""
         member = await self._member_of(session)
         try:
-            return await member.engine.generate(ids, sampling, session=session)
+            return await member.engine.generate(ids, sampling, session=session, images=images)
         except EngineFailure as e:
             if e.cause.startswith("engine:") and not e.cause.startswith("engine: HTTP 4"):
                 self._down(member, e)

@@ -22,6 +22,7 @@ from agentrl.engine.local_model import LocalModel
 from agentrl.engine.local_scheduler import Request, Scheduler
 from agentrl.engine.sampling import Decode, StopFinder
 from agentrl.errors import AgentRLError, ConfigError, EngineAbort, EngineFailure
+from agentrl.images import Placed
 
 T = TypeVar("T")
 _CLOSED = "the local engine is closed"
@@ -86,9 +87,13 @@ class LocalEngine:
             self._thread.start()
         await self._call(lambda: None)
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is forgotten by the engine."""
         scheduler = self._ready()
+        if images:
+            raise ConfigError("the local engine runs text models only and takes no images; use --engine sglang")
         if self._asleep:
             raise EngineFailure("the local engine sleeps; wake it before generate", "engine asleep")
         context = list(ids)

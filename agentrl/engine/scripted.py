@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode, StopFinder, uniform
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure, boundary
+from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 
@@ -87,7 +88,9 @@ class ScriptedEngine:
     async def start(self) -> None:
         """Nothing to do."""
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """Answer from the script; see `Engine.generate`."""
         self._check_awake()
         room = check_request(ids, sampling, self._context_length)

@@ -19,6 +19,7 @@ from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsM
 from agentrl.engine.http import HttpClient
 from agentrl.engine.sglang_protocol import (
     ServerFacts,
+    check_prompt,
     finish_reason,
     goes_on,
     join,
@@ -26,10 +27,12 @@ from agentrl.engine.sglang_protocol import (
     read_version,
     request_body,
     sampled_tokens,
+    with_images,
     within,
 )
 from agentrl.engine.weights import check_weights
 from agentrl.errors import EngineAbort, EngineFailure, Failure
+from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 QUICK_S = 10.0
@@ -156,7 +159,9 @@ class SGLangEngine:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is given up by the server too."""
         facts = self.facts
         if self._asleep:
@@ -170,11 +175,13 @@ class SGLangEngine:
         parts: list[Generation] = []
         try:
             while True:
-                answer = await self._ask(flight, context, sampling, room, seeded=facts.deterministic)
+                answer = await self._ask(flight, context, sampling, room, images, seeded=facts.deterministic)
                 if finish_reason(answer, self.address) is FinishReason.ABORT:
                     if sampled_tokens(answer):
                         raise EngineAbort("the generation was given up while it was in flight", "weight update")
                     continue
+                if images:
+                    check_prompt(answer, context, self.address)
                 part = self._checked(read_generation(answer, self._first_version, self.address), flight)
                 parts.append(part)
                 room -= len(part.ids)
@@ -186,7 +193,16 @@ class SGLangEngine:
         finally:
             self._flights.discard(flight)
 
-    async def _ask(self, flight: _Flight, ids: list[int], sampling: SamplingParams, room: int, *, seeded: bool) -> Any:
+    async def _ask(
+        self,
+        flight: _Flight,
+        ids: list[int],
+        sampling: SamplingParams,
+        room: int,
+        images: Sequence[Placed],
+        *,
+        seeded: bool,
+    ) -> Any:
         """Send one request, once the engine is not paused; EngineAbort if it is given up."""
         self._asked += 1
         flight.rid = f"{self._name}-{self._asked}"
@@ -194,7 +210,8 @@ class SGLangEngine:
         assert task is not None
         cancels = task.cancelling()
         try:
-            return await self._send(flight, request_body(ids, sampling, room, flight.rid, seeded=seeded))
+            body = request_body(ids, sampling, room, flight.rid, seeded=seeded)
+            return await self._send(flight, with_images(body, images) if images else body)
         except asyncio.CancelledError:
             if flight.given_up is not None and task.uncancel() <= cancels:  # else the task itself was cancelled as well
                 raise flight.given_up from None
@@ -252,7 +269,7 @@ class SGLangEngine:
                 "engine busy",
             )
         if facts.memory_saver and not self._asleep:
-            await self._flush()
+            await self.flush()
             await self._call("/release_memory_occupation", {"tags": list(tags)})
         self._asleep = True
 
@@ -315,7 +332,7 @@ class SGLangEngine:
         """
         if self.facts.brackets:
             await self._call("/end_weight_update", {})
-        await self._flush()
+        await self.flush()
         await self._call("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
         await self._took(policy_version)
 
@@ -339,6 +356,13 @@ class SGLangEngine:
         answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
         pairs = answer["meta_info"]["input_token_logprobs"]
         return [float(p[0]) for p in pairs[1:]]
+
+    async def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """The likeliest continuation by the weights that the server has now, whatever their version."""
+        params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": list(ids), "sampling_params": params}
+        answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
+        return [int(i) for i in answer["output_ids"]]
 
     async def give_up(self) -> None:
         """Have the paused server answer everything that it has; requests without a sampled token will be asked again.
@@ -386,7 +410,7 @@ class SGLangEngine:
             raise EngineFailure(f"{self.address}{path}: {answer.get('message')}", f"engine: {path.strip('/')} refused")
         return answer
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         """Drop the prefix cache; for a moment after the last answer the server may still count it as running."""
         for wait_s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
             if await self._idle():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 
 from agentrl.engine.base import Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.images import Placed
 from agentrl.types import FinishReason
 
-TESTED = ("0.5.23",)
+TESTED = ("0.5.17", "0.5.23")
 """on a CPU; what 0.5.17 does otherwise (no brackets around weight updates) is known and followed, but no whole run was made on it"""
 _INTS, _FLOATS = frozenset((int,)), frozenset((float,))
 _SHARED: dict[int, int] = {}
@@ -91,6 +92,36 @@ def request_body(ids: list[int], sampling: SamplingParams, room: int, rid: str, 
     if seeded:
         params["sampling_seed"] = sampling.seed & 0x7FFFFFFF
     return {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
+
+
+def with_images(body: dict[str, Any], images: Sequence[Placed]) -> dict[str, Any]:
+    """The body of a request with images: one placeholder each, which SGLang expands itself, and the wish to hear what that gave.
+
+    The other ids it leaves as they are (`SGLANG_MM_AVOID_RETOKENIZE`, on by default since 0.5.17; `check_prompt` would show if not).
+    """
+    ids, at, kept = body["input_ids"], 0, []
+    for placed in images:
+        kept += ids[at : placed.at + 1]
+        at = placed.at + placed.tokens
+    urls = [placed.image.url for placed in images]
+    return {**body, "input_ids": [*kept, *ids[at:]], "image_data": urls, "return_prompt_token_ids": True}
+
+
+def check_prompt(answer: Mapping[str, Any], ids: Sequence[int], address: str) -> None:
+    """The server read exactly these ids.
+
+    Raises:
+        EngineFailure: it read others.
+    """
+    told, count = answer.get("prompt_token_ids"), answer["meta_info"].get("prompt_tokens")
+    if told is not None and list(told) == list(ids):
+        return
+    if told is not None or count != len(ids):
+        raise EngineFailure(
+            f"{address}/generate read {len(told) if told is not None else count} tokens with images, the renderer gave {len(ids)}, or others: "
+            "its image processor is set otherwise than the model folder's, or it tokenised anew",
+            "engine: images expanded otherwise",
+        )
 
 
 def within(ids: list[int], size: int) -> bool:

@@ -1,5 +1,8 @@
 """Context management: what a person may do to old turns when a conversation grows long. Whatever it does opens a new segment.
 
+An environment names its policy in `Env.context_policy` (a method will do), or the command line one with `--context-policy`. The runner asks
+it after every observation.
+
 A policy is a function of a `ContextView` that returns the messages to go on with, or None to leave the context as it is. The segments
 before it stay what they were and are trained with the episode's advantage; what the new one begins with is PROMPT and is not trained
 again. So every sampled token is trained once.
@@ -8,11 +11,13 @@ again. So every sampled token is trained once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from agentrl.errors import ContractError
+from agentrl.registry import Registry
+from agentrl.render.template import Renderer
 from agentrl.types import Message
 
 
@@ -48,13 +53,17 @@ ContextPolicy = Callable[[ContextView], Sequence[Message] | Awaitable[Sequence[M
 
 
 async def managed(policy: ContextPolicy, view: ContextView) -> list[Message] | None:
-    """The new conversation, or None if it stays as it is.
+    """The new conversation, or None if it stays as it is; see `checked`."""
+    result = policy(view)
+    return checked(await result if inspect.isawaitable(result) else result, view)
+
+
+def checked(messages: Any, view: ContextView) -> list[Message] | None:
+    """What a policy returned as the new conversation, or None if it stays as it is.
 
     Raises:
-        ContractError: the policy returned something that is no conversation ending in a message to be answered.
+        ContractError: it is no conversation ending in a message to be answered.
     """
-    result = policy(view)
-    messages = await result if inspect.isawaitable(result) else result
     if messages is None or list(messages) == list(view.messages):
         return None
     listed: list[Any] = list(messages)
@@ -65,6 +74,47 @@ async def managed(policy: ContextPolicy, view: ContextView) -> list[Message] | N
             "a context policy must leave the newest observation in place; its conversation ends with the assistant"
         )
     return listed
+
+
+def view_of(
+    renderer: Renderer,
+    history: Sequence[Message],
+    said: Message,
+    messages: Sequence[Message],
+    sampled: Sequence[int],
+    *,
+    first: int,
+    length: int,
+    limit: int,
+    tools: Sequence[Mapping[str, Any]],
+) -> ContextView:
+    """What a policy is shown after `said` was answered by `messages`, before these are cut to what fits. `length`: tokens up to there."""
+    whole = (*history, said, *messages)
+    delta = renderer.delta(messages, sampled, history=history, tools=tools)
+    if delta.new_segment is not None:
+        return ContextView(whole, first, sum(len(ids) for _, ids in renderer.prompt(whole, tools)), limit)
+    return ContextView(whole, first, length + len(delta), limit)
+
+
+def newest(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """A conversation up to the policy's last turn, and what is to be answered."""
+    at = max((i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages) - 1)
+    return list(messages[:at]), list(messages[at:])
+
+
+def resolve_context_policy(name: str | None) -> ContextPolicy | None:
+    """The policy behind `--context-policy`: one of POLICIES with its defaults, or `module:policy`.
+
+    Raises:
+        UnknownNameError, ConfigError, ContractError: unknown, not importable, or nothing that can be called.
+    """
+    if name is None:
+        return None
+    found: Any = POLICIES.resolve(name)
+    policy = found() if inspect.isclass(found) else found
+    if not callable(policy):
+        raise ContractError(f"--context-policy {name}: expected a function of a ContextView, found {policy!r:.80}")
+    return cast(ContextPolicy, policy)
 
 
 @dataclass(frozen=True)
@@ -125,6 +175,16 @@ class Summarise:
         written = self.write([m for t in old for m in t])
         summary = await written if inspect.isawaitable(written) else written
         return [*_with_note(view.messages[: view.first], summary), *(m for t in new for m in t)]
+
+
+POLICIES = Registry(
+    "context policy",
+    {
+        "drop_old_turns": "agentrl.render.context:DropOldTurns",
+        "truncate_old_results": "agentrl.render.context:TruncateOldResults",
+    },
+)
+"""Context policies by name."""
 
 
 def _with_note(first: Sequence[Message], summary: str) -> list[Message]:

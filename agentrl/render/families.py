@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from agentrl.errors import UnknownNameError
+from agentrl.errors import TemplateError, UnknownNameError
 from agentrl.render import chatml, deepseek, gemma, glm, gptoss, kimi, llama, mistral, qwen_coder
 from agentrl.render.base import ActionFormat, Family, HistoryPolicy
 from agentrl.render.deepseek import DeepSeekFormat
@@ -50,7 +50,7 @@ def make_renderer(
     raw_content: bool = False,
     surplus: Literal["error", "ignore", "refuse"] = "error",
     now: datetime | None = None,
-    images: Images | None = None,
+    images: Images | TemplateError | None = None,
     **template_args: Any,
 ) -> Renderer:
     """The renderer for a model; `action_format` None: the family's own (hermes for templates of no known family).

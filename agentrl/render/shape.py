@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentrl.images import is_image
 from agentrl.types import Message
 
 _STRUCTURE = ("role", "type")
@@ -39,13 +40,6 @@ def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, 
 
 
 _TEXT, _LIST, _IMAGE = object(), object(), object()
-
-
-def is_image(value: Any) -> bool:
-    """A part of a content that is an image."""
-    return isinstance(value, Mapping) and (
-        value.get("type") in ("image", "image_url") or "image" in value or "image_url" in value
-    )
 
 
 def with_texts(messages: Sequence[Message], make: Callable[[int, str], str]) -> list[Message]:

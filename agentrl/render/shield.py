@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.render.shape import is_image
+from agentrl.images import is_image
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Message
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import orjson
 
 from agentrl.errors import TemplateError
+from agentrl.images import Image, Placed, image_parts, images_in
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.facts import QUESTION, check_tokens, flattened, prefill_of, takes_parts, written_ends
-from agentrl.render.images import Images, image_parts
+from agentrl.render.images import Images
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.proof import KINDS, Proof, Prover, kind_of
 from agentrl.render.scaffold import Scaffold, cut, merged
@@ -43,7 +44,7 @@ class Renderer:
         raw_content: bool = False,
         surplus: Literal["error", "ignore", "refuse"] = "error",
         now: datetime | None = None,
-        images: Images | None = None,
+        images: Images | TemplateError | None = None,
         **template_args: Any,
     ) -> None:
         """`template_args` go to the template (enable_thinking=False, …).
@@ -61,7 +62,7 @@ class Renderer:
         self.new_segments: Counter[str] = Counter()
         """why new segments opened, and how often"""
         self.images = images
-        """reads images in messages; None: the model takes none"""
+        """knows images in messages as the model does; None: the model takes none; an error: why it cannot"""
         self._family = family
         self._surplus = surplus
         self._args = template_args
@@ -137,6 +138,10 @@ class Renderer:
         cannot be proven, or the history policy says so: the caller then renders the whole conversation anew.
         """
         if self.format.inline:
+            if next(image_parts(messages), None) is not None:
+                raise TemplateError(
+                    f"the action format {self.format.name} puts observations inline: they cannot hold images"
+                )
             return Delta(self._inline_pieces(messages))
         adapted = self._adapted(messages)
         kinds = KINDS if history is None else (kind_of(history),)
@@ -150,6 +155,19 @@ class Renderer:
         if body is None:
             body = self._rendered(adapted, kinds[0], proof)
         return Delta(self._with_images(merged((*lead, *body)), adapted, Provenance.OBSERVATION))
+
+    def placed(self, pieces: Pieces, messages: Sequence[Message]) -> list[Placed]:
+        """Where the images of messages stand in the pieces that they were rendered to, counted from the first of these."""
+        images = images_in(messages)
+        return self._images().placed(pieces, images) if images else []
+
+    def pixels(self, images: Sequence[Image]) -> dict[str, Any] | None:
+        """What the model's forward takes of images, for `Sample.multimodal_train_inputs`; None without images."""
+        return self._images().pixels(images) if images else None
+
+    def is_placeholder(self, ids: Sequence[int]) -> bool:
+        """Is among sampled ids one that stands for an image? No engine can tell it from an image."""
+        return isinstance(self.images, Images) and self.images.placeholder_id in ids
 
     def parse(self, ids: Sequence[int], finish_reason: FinishReason, max_calls: int) -> Action:
         """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token."""
@@ -283,11 +301,14 @@ class Renderer:
         """Placeholders of images expanded to as many tokens as each image has."""
         if next(image_parts(messages), None) is None:
             return pieces
-        if self.images is None:
-            raise TemplateError(
-                "a message holds an image, but the model has no image processor (preprocessor_config.json)"
-            )
-        return self.images.expand(pieces, self.images.pictures(messages), provenance)
+        return self._images().expand(pieces, images_in(messages), provenance)
+
+    def _images(self) -> Images:
+        if isinstance(self.images, Images):
+            return self.images
+        raise self.images or TemplateError(
+            "a message holds an image, but the model has no image processor (preprocessor_config.json)"
+        )
 
     def _inline_pieces(self, messages: Sequence[Message]) -> Pieces:
         """An observation inside the assistant's turn: literals and contents, encoded as one section each between added tokens."""

@@ -28,6 +28,7 @@ LIMITS = (
 _BEFORE, _AFTER = 6, 24
 """tokens shown around the first one that differs"""
 Decode = Callable[[Sequence[int]], str]
+Whole = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,25 @@ class Divergence:
         )
 
 
-def compare(then: Trajectory, today: Trajectory, departure: Departure | None, decode: Decode) -> Divergence | None:
-    """The first difference, or None. `departure`: how the replay left the record, if it did."""
-    found = next(Comparison(then, today, departure, decode).differences(), None)
+def compare(
+    then: Trajectory,
+    today: Trajectory,
+    departure: Departure | None,
+    decode: Decode,
+    whole: Whole = lambda sha256: None,
+) -> Divergence | None:
+    """The first difference, or None. `departure`: how the replay left the record, if it did; `whole`: outputs of tools by their hash."""
+    found = next(Comparison(then, today, departure, decode, whole).differences(), None)
     return None if found is None else replace(found, episode_id=then.episode_id)
 
 
 class Comparison:
     """Two sides of one episode."""
 
-    def __init__(self, then: Trajectory, today: Trajectory, departure: Departure | None, decode: Decode) -> None:
-        self.then, self.today, self.departure, self.decode = then, today, departure, decode
+    def __init__(
+        self, then: Trajectory, today: Trajectory, departure: Departure | None, decode: Decode, whole: Whole
+    ) -> None:
+        self.then, self.today, self.departure, self.decode, self.whole = then, today, departure, decode, whole
 
     def differences(self) -> Iterator[Divergence]:
         """All differences that can be seen, in order; those after the first may follow from it."""
@@ -108,6 +117,10 @@ class Comparison:
     def _results(self, turn: int) -> Iterator[Divergence]:
         then, today = self.then.turns[turn].action.results, self.today.turns[turn].action.results
         for n, (a, b) in enumerate(zip(then, today, strict=False)):
+            if a.sha256 and b.sha256 and a.sha256 != b.sha256:
+                x, y = self.whole(a.sha256), self.whole(b.sha256)
+                if x is not None and y is not None:
+                    yield self._at(turn, "tool result", f"the whole output of result {n} ({a.name})", *_tails(x, y))
             for name in ("content", "is_error", "full_bytes", "sha256", "name"):
                 x, y = getattr(a, name), getattr(b, name)
                 if x != y:
@@ -138,6 +151,7 @@ class Comparison:
             ("the step reward", then.reward, today.reward),
             ("info", told[0], told[1]),
             ("state_key", then.state_key, today.state_key),
+            ("what the context policy left", then.context, today.context),
         ]
         for name, x, y in sides:
             if not same(x, y):

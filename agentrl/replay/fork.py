@@ -8,20 +8,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
 from agentrl.env import Env
 from agentrl.episode import EpisodeRunner
 from agentrl.errors import ConfigError, StoreError
+from agentrl.images import Placed
+from agentrl.render.context import ContextPolicy, ContextView
 from agentrl.render.template import strip_control
 from agentrl.replay.compare import first_unlike
-from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox, is_stateful
+from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox, Rewrite, is_stateful
 from agentrl.replay.run import spec_of
 from agentrl.seeds import derive_seed
 from agentrl.tool import ToolSpec
 from agentrl.toolbox import Toolbox
-from agentrl.types import Action, Observation, StepResult, Trajectory
+from agentrl.types import Action, Message, Observation, StepResult, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +46,20 @@ class ForkEngine(PlaybackEngine):
         super().__init__(recorded)
         self.live, self.at, self.seed = live, turn, seed
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """The recorded generation, or a new one."""
         if self.turn < self.at:
-            return await super().generate(ids, sampling, session=session)
+            return await super().generate(ids, sampling, session=session, images=images)
         self.turn += 1
         if self.seed:
             sampling = replace(sampling, seed=derive_seed(sampling.seed, "branch", self.seed))
-        return await self.live.generate(ids, sampling, session=session)
+        return await self.live.generate(ids, sampling, session=session, images=images)
+
+    async def rewrite(self, live: Rewrite, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
+        """Recorded before the fork, today's from there on."""
+        return await (live(policy, view) if self.turn >= self.at else super().rewrite(live, policy, view))
 
     async def release(self, session: str) -> None:
         """Release the live engine's session."""
@@ -95,7 +104,7 @@ async def fork(
         raise ConfigError(
             f"episode {recorded.episode_id} has turns 0 to {len(recorded.turns) - 1}; it cannot be forked at turn {turn}"
         )
-    live, real, make = runner.engine, runner.toolbox, runner.make_env
+    live, real, make, rewrite = runner.engine, runner.toolbox, runner.make_env, runner.rewrite
     spec = spec_of(recorded)
     branches = []
     try:
@@ -103,6 +112,7 @@ async def fork(
             engine = ForkEngine(recorded, live, turn, seed)
             runner.engine = engine
             runner.toolbox = cast(Toolbox, ForkToolbox(engine, real))
+            runner.rewrite = partial(engine.rewrite, rewrite)  # type: ignore[method-assign]
             runner.make_env = make if observation is None else edited(make, turn, observation)
             made = await runner.run(replace(spec, prefix=f"fork/{recorded.episode_id}@{turn}/{number}/"))
             if engine.departure is not None or engine.turn <= turn - 1:
@@ -112,6 +122,7 @@ async def fork(
             branches.append(Branch(number, seed, made, _differs_at(recorded, made)))
     finally:
         runner.engine, runner.toolbox, runner.make_env = live, real, make
+        runner.rewrite = rewrite  # type: ignore[method-assign]
     return branches
 
 

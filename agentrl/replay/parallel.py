@@ -81,7 +81,10 @@ async def _replay_all(work: Work, groups: list[list[Entry]]) -> list[Outcome]:
             if split not in runners:
                 runners[split] = work.runner_for(split)
             out += await replay_group(
-                runners[split], [from_record(r) for r in work.recording.records(group)], work.live
+                runners[split],
+                [from_record(r, work.recording.images) for r in work.recording.records(group)],
+                work.live,
+                work.recording.outputs,
             )
     finally:
         for runner in runners.values():

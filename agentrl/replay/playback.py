@@ -5,18 +5,26 @@ They stop the episode (`Diverged`) as soon as the record has no answer to what t
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
+from agentrl.images import Placed
+from agentrl.pool import is_async
+from agentrl.render.context import ContextPolicy, ContextView
 from agentrl.tool import ToolSpec
 from agentrl.toolbox import Toolbox
-from agentrl.types import Action, FinishReason, Provenance, Span, StopReason, Trajectory, Turn
+from agentrl.types import Action, FinishReason, Message, Provenance, Span, StopReason, Trajectory, Turn
 
 OUTSIDE = (StopReason.EPISODE_TIMEOUT, StopReason.ENGINE_ABORT, StopReason.ENGINE_FAILURE)
 """ends that no code of ours brought about: the record is played up to them"""
+
+
+Rewrite = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | None]]
 
 
 class Diverged(EngineAbort):
@@ -45,7 +53,9 @@ class PlaybackEngine:
         self.turn = 0
         self.departure: Departure | None = None
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams, *, session: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+    ) -> Generation:
         """The recorded generation of this turn."""
         turns, index = self.recorded.turns, self.turn
         if index >= len(turns):
@@ -63,6 +73,13 @@ class PlaybackEngine:
             raise self.leave("stop", index, ids)
         self.turn += 1
         return answer
+
+    async def rewrite(self, live: Rewrite, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
+        """Today's policy; of one that is async, and so may ask a model, what it made when the episode was recorded."""
+        if not is_async(policy):
+            return await live(policy, view)
+        made = self.recorded.turns[self.turn - 1].context
+        return None if made is None else list(made)
 
     def leave(self, kind: str, turn: int, ids: Sequence[int] = (), room: int = 0) -> Diverged:
         """Note the departure (the first counts)."""
@@ -188,6 +205,7 @@ def play_back(runner: Any, recorded: Trajectory, live: Container[str] = ()) -> P
     runner.engine = engine
     real = runner.toolbox.real if isinstance(runner.toolbox, PlaybackToolbox) else runner.toolbox
     runner.toolbox = cast(Toolbox, PlaybackToolbox(engine, real, live))
+    runner.rewrite = partial(engine.rewrite, MethodType(type(runner).rewrite, runner))
     return engine
 
 

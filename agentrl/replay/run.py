@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from agentrl.episode import Episode, EpisodeRunner
 from agentrl.errors import Failure, RewardFailure
 from agentrl.render.template import strip_control
-from agentrl.replay.compare import Divergence, compare
+from agentrl.replay.compare import Divergence, Whole, compare
 from agentrl.replay.playback import OUTSIDE, Departure, PlaybackToolbox, play_back
+from agentrl.store.aside import Outputs
 from agentrl.types import EpisodeSpec, Provenance, Status, StopReason, Trajectory
 
 
@@ -42,26 +43,32 @@ def spec_of(t: Trajectory) -> EpisodeSpec:
 
 
 async def replay_group(
-    runner: EpisodeRunner, members: Sequence[Trajectory], live: Container[str] | None = None
+    runner: EpisodeRunner,
+    members: Sequence[Trajectory],
+    live: Container[str] | None = None,
+    outputs: Outputs | None = None,
 ) -> list[Outcome]:
     """Replay the episodes of one group, one after the other.
 
     `live`: names of tools that are really called. None: recorded results; but an episode that then differs, and whose tools are methods of
     its environment (which they may change), is replayed once more with those called. The replay that gets further is the one that counts.
 
+    `outputs`: of tools, whole, as they were kept with the record; where one differs, the place in it is told.
+
     The runner is used for nothing else: its engine and toolbox are replaced.
     """
-    outcomes, stateful = await _replay(runner, members, [live or ()] * len(members))
+    whole = _WholeOutputs(runner, outputs)
+    outcomes, stateful = await _replay(runner, members, [live or ()] * len(members), whole)
     if live is not None or not any(o.divergence and s for o, s in zip(outcomes, stateful, strict=True)):
         return outcomes
     again, _ = await _replay(
-        runner, members, [s if o.divergence else () for o, s in zip(outcomes, stateful, strict=True)]
+        runner, members, [s if o.divergence else () for o, s in zip(outcomes, stateful, strict=True)], whole
     )
     return [b if _further(b, a) else a for a, b in zip(outcomes, again, strict=True)]
 
 
 async def _replay(
-    runner: EpisodeRunner, members: Sequence[Trajectory], live: Sequence[Container[str]]
+    runner: EpisodeRunner, members: Sequence[Trajectory], live: Sequence[Container[str]], whole: Whole
 ) -> tuple[list[Outcome], list[set[str]]]:
     """The outcomes, and which stateful tools each episode called."""
     played: Played = []
@@ -72,7 +79,22 @@ async def _replay(
         played.append((then, today, engine.departure))
         stateful.append(cast(PlaybackToolbox, runner.toolbox).stateful)
     played = await _with_group_rewards(runner, played)
-    return [await _outcome(runner, *each) for each in played], stateful
+    return [await _outcome(runner, *each, whole) for each in played], stateful
+
+
+class _WholeOutputs:
+    """Outputs of tools by their hash: those kept with the record, and those that a replay makes."""
+
+    def __init__(self, runner: EpisodeRunner, kept: Outputs | None) -> None:
+        self._kept = kept
+        self._today: dict[str, bytes] = {}
+        toolbox = runner.toolbox.real if isinstance(runner.toolbox, PlaybackToolbox) else runner.toolbox
+        toolbox.keep = self._today.__setitem__ if kept is not None and kept.folder.is_dir() else None
+
+    def __call__(self, sha256: str) -> str | None:
+        if sha256 in self._today:
+            return self._today[sha256].decode("utf-8", "replace")
+        return self._kept.read(sha256) if self._kept is not None else None
 
 
 def _further(a: Outcome, b: Outcome) -> bool:
@@ -114,8 +136,10 @@ def _without(t: Trajectory, names: Sequence[str]) -> Trajectory:
     return replace(t, rewards=rewards, weights={k: v for k, v in t.weights.items() if not _belongs(k, names)})
 
 
-async def _outcome(runner: EpisodeRunner, then: Trajectory, today: Trajectory, left: Departure | None) -> Outcome:
-    found = compare(then, today, left, runner.renderer.tokenizer.decode)
+async def _outcome(
+    runner: EpisodeRunner, then: Trajectory, today: Trajectory, left: Departure | None, whole: Whole
+) -> Outcome:
+    found = compare(then, today, left, runner.renderer.tokenizer.decode, whole)
     if found is not None and found.cause == "template" and found.turn < 0:
         found = await _whose_prompt(runner, then, found)
     return Outcome(then.episode_id, found, partial=then.stop_reason in OUTSIDE)
@@ -132,7 +156,7 @@ async def _whose_prompt(runner: EpisodeRunner, then: Trajectory, found: Divergen
         return found
     finally:
         await episode.close()
-    said = [str(m["content"]).strip() for m in episode.conversation]
+    said = [str(text).strip() for m in episode.conversation for text in _texts(m["content"])]
     if not all(s in text for s in said):
         return replace(found, cause="env", what="the first observation")
     if runner.renderer.format.needs_tools:
@@ -144,6 +168,11 @@ async def _whose_prompt(runner: EpisodeRunner, then: Trajectory, found: Divergen
         if not all(s in text for s in told):
             return replace(found, cause="env", what="the tools in the first prompt")
     return found
+
+
+def _texts(content: Any) -> list[str]:
+    """A content as text, images left out."""
+    return [p.get("text", "") for p in content] if isinstance(content, (list, tuple)) else [content]
 
 
 class Tally:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import zstandard
 
 from agentrl.errors import StoreError
+from agentrl.store.aside import ImageFolder, Outputs, images_of
 from agentrl.store.index import read_entries, summary, write_entry
 from agentrl.store.record import decode, encode, from_record, is_episode, step_record, to_record
 from agentrl.types import Trajectory
@@ -29,6 +30,9 @@ class EpisodeWriter:
     def __init__(self, folder: Path, level: int = 3) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._images = ImageFolder(images_folder(folder))
+        self.outputs = Outputs(outputs_folder(folder))
+        """tools' outputs that were cut, whole; written only if that is wanted"""
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
         files = data_files(folder)
         # a file of its own after what is there: a crash may have cut the last frame short, and nothing after that could be read
@@ -36,7 +40,8 @@ class EpisodeWriter:
         self._open()
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
-        """Append one episode, whole, and flush. `extra` (step, split, config fingerprint, …) is kept beside it."""
+        """Append one episode, whole, and flush. `extra` (step, split, config fingerprint, …) is kept beside it; images go into files first."""
+        self._images.write(images_of(trajectory))
         self.append(to_record(trajectory, **extra))
 
     def write_step(self, **values: Any) -> None:
@@ -134,7 +139,8 @@ def read_records(path: Path, cut: Callable[[Path], None] | None = None) -> Itera
 
 def read_episodes(path: Path) -> Iterator[Trajectory]:
     """Trajectories of a file, a folder or a run."""
-    return map(from_record, read_records(path))
+    images = images_folder(path)
+    return (from_record(r, images) for r in read_records(path))
 
 
 def truncate(folder: Path, number: int, size: int) -> None:
@@ -164,6 +170,23 @@ def episodes_folder(path: Path) -> Path:
             raise StoreError(f"{path}: holds no episodes (no *.jsonl.zst, no episodes/)")
         return path / "episodes"
     return path
+
+
+def images_folder(path: Path) -> Path:
+    """Where the images of episodes lie."""
+    return _beside(path) / "images"
+
+
+def outputs_folder(path: Path) -> Path:
+    """Where whole outputs of tools lie."""
+    return _beside(path) / "outputs"
+
+
+def _beside(path: Path) -> Path:
+    """The folder that files of episodes lie in."""
+    if path.is_dir() and not data_files(path) and (path / "episodes").is_dir():
+        path = path / "episodes"
+    return path.parent if path.is_file() else path
 
 
 def data_files(folder: Path) -> list[Path]:

@@ -92,7 +92,7 @@ def _summary(record: Mapping[str, Any], at: int, length: int) -> Entry:
     versions = [s["policy_version"] for s in spans if s.get("policy_version") is not None]
     prompt = record["task"]["prompt"]
     if not isinstance(prompt, str):
-        prompt = next((m["content"] for m in reversed(prompt) if isinstance(m.get("content"), str)), "")
+        prompt = next((text for m in reversed(prompt) if (text := _text_of(m.get("content")))), "")
     answers = [t["action"]["answer"] for t in turns if t["action"]["answer"] is not None]
     return Entry(
         at,
@@ -119,6 +119,13 @@ def _summary(record: Mapping[str, Any], at: int, length: int) -> Entry:
         answer=_clean(answers[-1]) if answers else None,
         config=record.get("config"),
     )
+
+
+def _text_of(content: Any) -> str:
+    """The text of a content; of one in parts, without its images."""
+    if isinstance(content, (list, tuple)):
+        return " ".join(str(p.get("text", "")) for p in content).strip()
+    return content if isinstance(content, str) else ""
 
 
 def _clean(text: str) -> str:

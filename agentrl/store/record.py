@@ -12,14 +12,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from agentrl.errors import StoreError
+from agentrl.images import Image, Placed, is_image
 from agentrl.types import (
     Action,
     FinishReason,
+    Message,
     Observation,
     ParseError,
     Provenance,
@@ -66,7 +69,7 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
         "attempt": t.attempt,
         "task": {"id": t.task.id, "prompt": t.task.prompt, "label": t.task.label, "metadata": dict(t.task.metadata)},
         "env": t.env,
-        "segments": [{"agent_id": s.agent_id, "spans": [_span(x) for x in s.spans]} for s in t.segments],
+        "segments": [_segment(s) for s in t.segments],
         "turns": [_turn(turn) for turn in t.turns],
         "stop_reason": t.stop_reason.value,
         "status": t.status.value,
@@ -122,8 +125,8 @@ def is_episode(record: Mapping[str, Any]) -> bool:
     return bool(record.get("kind", "episode") == "episode")
 
 
-def from_record(r: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a record.
+def from_record(r: Mapping[str, Any], images: Path | None = None) -> Trajectory:
+    """The trajectory of a record. `images`: the folder in which those that it names lie.
 
     Raises:
         StoreError: fields are missing or of the wrong type.
@@ -137,13 +140,13 @@ def from_record(r: Mapping[str, Any]) -> Trajectory:
             attempt=r["attempt"],
             task=Task(
                 task["id"],
-                prompt if isinstance(prompt, str) else tuple(prompt),
+                prompt if isinstance(prompt, str) else tuple(read_images(prompt, images)),
                 task["label"],
                 task["metadata"],
             ),
             env=r["env"],
-            segments=tuple(Segment(tuple(map(_read_span, g["spans"])), g["agent_id"]) for g in r["segments"]),
-            turns=tuple(_read_turn(t) for t in r["turns"]),
+            segments=tuple(_read_segment(g, images) for g in r["segments"]),
+            turns=tuple(_read_turn(t, images) for t in r["turns"]),
             stop_reason=StopReason(r["stop_reason"]),
             cause=r["cause"],
             state=r["state"],
@@ -171,6 +174,8 @@ def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
 
 
 def _foreign(value: Any) -> Any:
+    if isinstance(value, Image):
+        return {"sha256": value.sha256}
     if isinstance(value, Mapping):
         return dict(value)
     return value.tolist() if hasattr(value, "tolist") else repr(value)
@@ -184,7 +189,10 @@ def _turn(t: Turn) -> dict[str, Any]:
         "results": [_fields(r) for r in t.action.results],
         "finish_reason": t.action.finish_reason.value,
     }
-    return _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
+    out = _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
+    if t.context is None:
+        del out["context"]
+    return out
 
 
 def _fields(obj: Any) -> dict[str, Any]:
@@ -197,6 +205,18 @@ def _fields(obj: Any) -> dict[str, Any]:
 def _getter(cls: type[Any]) -> tuple[tuple[str, ...], attrgetter[tuple[Any, ...]]]:
     names = tuple(f.name for f in fields(cls))
     return names, attrgetter(*names)
+
+
+def _segment(s: Segment) -> dict[str, Any]:
+    out: dict[str, Any] = {"agent_id": s.agent_id, "spans": [_span(x) for x in s.spans]}
+    if s.images:
+        out["images"] = [{"sha256": p.image.sha256, "at": p.at, "tokens": p.tokens} for p in s.images]
+    return out
+
+
+def _read_segment(g: Mapping[str, Any], images: Path | None) -> Segment:
+    placed = tuple(Placed(_image(p["sha256"], images), p["at"], p["tokens"]) for p in g.get("images", ()))
+    return Segment(tuple(map(_read_span, g["spans"])), g["agent_id"], placed)
 
 
 def _span(s: Span) -> dict[str, Any]:
@@ -218,7 +238,31 @@ def _read_span(s: Mapping[str, Any]) -> Span:
     )
 
 
-def _read_turn(t: Mapping[str, Any]) -> Turn:
+def read_images(messages: Iterable[Message], images: Path | None) -> list[Message]:
+    """Recorded messages with the images that they name."""
+    return [
+        {**m, "content": _read_parts(m["content"], images)} if isinstance(m.get("content"), list) else m
+        for m in messages
+    ]
+
+
+def _read_parts(parts: Iterable[Any], images: Path | None) -> list[Any]:
+    return [
+        {**p, "image": _image(p["image"]["sha256"], images)} if is_image(p) and "sha256" in p["image"] else p
+        for p in parts
+    ]
+
+
+def _image(sha256: str, images: Path | None) -> Image:
+    return Image(sha256, images / f"{sha256}.png" if images else None)
+
+
+def _read_result(r: Mapping[str, Any], images: Path | None) -> ToolResult:
+    parts = r.get("parts")
+    return ToolResult(**{**r, "parts": tuple(_read_parts(parts, images))} if parts else r)
+
+
+def _read_turn(t: Mapping[str, Any], images: Path | None) -> Turn:
     a = t["action"]
     action = Action(
         a["text"],
@@ -226,6 +270,8 @@ def _read_turn(t: Mapping[str, Any]) -> Turn:
         tuple(ParseError(**e) for e in a["errors"]),
         FinishReason(a["finish_reason"]),
         a["answer"],
-        tuple(ToolResult(**x) for x in a["results"]),
+        tuple(_read_result(x, images) for x in a["results"]),
     )
-    return Turn(**{**t, "action": action, "observation": Observation(tuple(t["observation"]["messages"]))})
+    observation = Observation(tuple(read_images(t["observation"]["messages"], images)))
+    context = tuple(read_images(t["context"], images)) if t.get("context") else None
+    return Turn(**{**t, "action": action, "observation": observation, "context": context})

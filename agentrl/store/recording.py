@@ -9,7 +9,8 @@ from typing import Any
 import zstandard
 
 from agentrl.errors import StoreError, suggest
-from agentrl.store.files import data_files, episodes_folder, frames, index_of, number_of
+from agentrl.store.aside import Outputs
+from agentrl.store.files import data_files, episodes_folder, frames, images_folder, index_of, number_of, outputs_folder
 from agentrl.store.index import Entry, read_entries, summary
 from agentrl.store.record import decode
 
@@ -37,6 +38,9 @@ class Recording:
         """
         self.path = path
         self.folder = episodes_folder(path)
+        self.images = images_folder(path)
+        """where the images of episodes lie"""
+        self.outputs = Outputs(outputs_folder(path))
         self.episodes: list[Entry] = []
         self.steps: list[Entry] = []
         self.advantages: dict[str, float] = {}

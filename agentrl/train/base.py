@@ -7,10 +7,10 @@ micro-batches, DP, CP or PP gives the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,8 +87,11 @@ class Trainer(Protocol):
         `trained_only`: only where `Row.weights` is not 0, the rest is 0; cheaper.
         """
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> Mapping[str, float]:
-        """One optimizer step on the global batch. Returns loss, grad_norm, clip_fraction, kl, entropy, rollout_log_prob_diff_mean / _max …"""
+    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, Any]:
+        """One optimizer step on the global batch. Returns loss, grad_norm, clip_fraction, kl, entropy, rollout_log_prob_diff_mean / _max …
+
+        And `log_probs`, as `log_probs(rows, trained_only=True)` would have given them just before the step: its forward computes them anyway.
+        """
 
     def export_weights(self, path: Path) -> WeightsManifest:
         """Write the weights under Hugging Face names as safetensors into a new folder `path`, one file per pipeline stage."""

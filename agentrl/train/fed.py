@@ -1,7 +1,8 @@
 """What the trainer was fed in one optimizer step, for the record beside the episodes, and the rows made from it again.
 
 Tokens, masks and engine log-probs are in the episodes already. Kept here: which segments in which order, each one's advantage and weight,
-the trainer's own log-probs where it gave any, and the plan of micro-batches.
+the trainer's own log-probs of the trained tokens, and the plan of micro-batches. `old_log_probs` and `ref_log_probs` are what the loss was
+given; where it took its own (one optimizer step per rollout), `log_probs` are those.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import numpy as np
 
 from agentrl.errors import StoreError
 from agentrl.samples import Sample
-from agentrl.train.base import Row
+from agentrl.train.base import Floats, Row
 from agentrl.train.plan import plan
 
 _OPTIONAL = ("old_log_probs", "ref_log_probs")
 
 
-def step_record(rows: Sequence[Row], trainer: Any, **values: Any) -> dict[str, Any]:
+def step_record(
+    rows: Sequence[Row], trainer: Any, log_probs: Sequence[Floats] | None = None, **values: Any
+) -> dict[str, Any]:
     """The fields of a record of kind 'step'.
 
     `trainer` tells how it deals rows out (`copies`, `micro_batch_tokens`); of one that does not, no plan is kept.
+    `log_probs`: as `Trainer.step` returned them.
     """
-    record = {**values, "rows": [_row(r) for r in rows]}
+    current = log_probs if log_probs is not None else [None] * len(rows)
+    record = {**values, "rows": [_row(r, lp) for r, lp in zip(rows, current, strict=True)]}
     copies, most = getattr(trainer, "copies", None), getattr(trainer, "micro_batch_tokens", None)
     if copies and most:
         record["plan"] = plan([len(r.tokens) for r in rows], copies, most)
@@ -32,7 +37,7 @@ def step_record(rows: Sequence[Row], trainer: Any, **values: Any) -> dict[str, A
     return record
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Row, log_probs: Floats | None) -> dict[str, Any]:
     trained = np.flatnonzero(row.weights)
     first = trained[0] if len(trained) else 0
     out: dict[str, Any] = {
@@ -43,8 +48,10 @@ def _row(row: Row) -> dict[str, Any]:
         "advantage": float(row.advantages[first]),
         "weight": float(row.weights[first]),
     }
-    # per trained token only: elsewhere they are 0
-    return out | {n: getattr(row, n)[trained].astype(float).tolist() for n in _OPTIONAL if getattr(row, n) is not None}
+    if row.old_log_probs is None and log_probs is not None:
+        out["log_probs"] = log_probs[trained]
+    # per trained token only, as elsewhere they are 0; float32 arrays, which JSON takes with as few digits as they need
+    return out | {n: getattr(row, n)[trained] for n in _OPTIONAL if getattr(row, n) is not None}
 
 
 def rebuild_rows(record: Mapping[str, Any], sample: Callable[[str, int], Sample]) -> list[Row]:

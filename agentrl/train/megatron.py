@@ -107,22 +107,20 @@ class MegatronTrainer:
     def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
         """See `Trainer.log_probs`. `trained_only`: only where `Row.weights` is not 0, the rest is 0; much cheaper."""
         answers, parts = self._ask_shared("log_probs", rows, reference=reference, trained_only=trained_only)
-        out = [np.zeros(len(r.tokens), np.float32) for r in rows]
-        for place, answer in zip(self.places, answers, strict=True):
-            if not place["answers"]:
-                continue
-            for part, (values, counts) in zip(parts[place["dp"]], answer, strict=True):
-                pieces = np.split(values[: sum(counts)], np.cumsum(counts)[:-1])
-                for row, piece in zip(part, pieces, strict=False):
-                    at = np.flatnonzero(rows[row].weights) if trained_only else slice(1, None)
-                    out[row][at] = piece
-        return out
+        return self._by_row(rows, parts, answers, trained_only=trained_only)
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, float]:
+    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, Any]:
         """See `Trainer.step`."""
         _check_loss(rows, loss)
-        answers, _ = self._ask_shared("step", rows, loss=loss, lr=lr)
-        return {**self._metrics([a["totals"] for a in answers], loss), "grad_norm": answers[0]["grad_norm"], "lr": lr}
+        answers, parts = self._ask_shared("step", rows, loss=loss, lr=lr)
+        totals = [a["totals"] for a in answers]
+        log_probs = self._by_row(rows, parts, [t and t["log_probs"] for t in totals], trained_only=True)
+        return {
+            **self._metrics(totals, loss),
+            "grad_norm": answers[0]["grad_norm"],
+            "lr": lr,
+            "log_probs": log_probs,
+        }
 
     def gradients(self, rows: Sequence[Row], loss: LossConfig, path: Path) -> dict[str, float]:
         """Write the gradients of the batch as safetensors under Hugging Face names into the new folder `path`; nothing is updated.
@@ -134,7 +132,27 @@ class MegatronTrainer:
         answers, _ = self._ask_shared("gradients", rows, loss=loss, path=path)
         return self._metrics(answers, loss)
 
-    def _metrics(self, totals: Sequence[dict[str, list[float]] | None], loss: LossConfig) -> dict[str, float]:
+    def _by_row(
+        self,
+        rows: Sequence[Row],
+        parts: Sequence[Sequence[Sequence[int]]],
+        answers: Sequence[Any],
+        *,
+        trained_only: bool,
+    ) -> list[Floats]:
+        """Log-probs as ranks gave them, by micro-batch, one array for each row."""
+        out = [np.zeros(len(r.tokens), np.float32) for r in rows]
+        for place, answer in zip(self.places, answers, strict=True):
+            if not place["answers"]:
+                continue
+            for part, (values, counts) in zip(parts[place["dp"]], answer, strict=True):
+                pieces = np.split(values[: sum(counts)], np.cumsum(counts)[:-1])
+                for row, piece in zip(part, pieces, strict=False):
+                    at = np.flatnonzero(rows[row].weights) if trained_only else slice(1, None)
+                    out[row][at] = piece
+        return out
+
+    def _metrics(self, totals: Sequence[dict[str, Any] | None], loss: LossConfig) -> dict[str, float]:
         told = [t for t in totals if t is not None]
         sums = {name: float(sum(t["sums"][i] for t in told)) for i, name in enumerate(SUMS)}
         maxima = {name: max(t["maxima"][i] for t in told) for i, name in enumerate(MAXIMA)}

@@ -22,7 +22,7 @@ from agentrl.train.base import LossConfig, Row
 from agentrl.train.batch import MicroBatch, collate
 from agentrl.train.convert import HuggingFaceWeights, gather
 from agentrl.train.loss import token_loss, vocab_parallel_log_probs
-from agentrl.train.memory import Parked
+from agentrl.train.memory import Parking
 from agentrl.train.model import DTYPES, Built, build
 from agentrl.train.send import Sender
 from agentrl.train.shape import read_shape
@@ -50,7 +50,7 @@ class TrainerRank:
             16 if self.device.type == "cuda" else 1
         )
         self.steps = 0
-        self._parked: Parked | None = None
+        self._parking = Parking(self.built) if self.device.type == "cuda" else None
         self._sender = Sender(self.built, self.device)
 
     @property
@@ -118,7 +118,7 @@ class TrainerRank:
             )
         return out if self.place["answers"] else None
 
-    def _forward_backward(self, share: Share, loss: LossConfig, **options: Any) -> dict[str, list[float]] | None:
+    def _forward_backward(self, share: Share, loss: LossConfig, **options: Any) -> dict[str, Any] | None:
         built = self.built
         built.wrapped.train()
         built.wrapped.zero_grad_buffer()
@@ -128,16 +128,20 @@ class TrainerRank:
         def after(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
             values, entropy = self._token_log_probs(logits, batch)
             total, sums, maxima = token_loss(values, entropy, batch.data, loss)
-            return total, no_tokens.clone(), (sums, maxima)
+            return total, no_tokens.clone(), (sums, maxima, values.detach(), batch.counts)
 
         out = self._run(built.wrapped, share, after, trained_only=True, **options)
         if not self.place["answers"]:
             return None
-        sums, maxima = (torch.stack(x) for x in zip(*out, strict=True))
-        return {"sums": sums.sum(0).tolist(), "maxima": maxima.max(0).values.tolist()}
+        sums, maxima, values, counts = zip(*out, strict=True)
+        return {
+            "sums": torch.stack(sums).sum(0).tolist(),
+            "maxima": torch.stack(maxima).max(0).values.tolist(),
+            "log_probs": [(v.cpu().numpy(), n) for v, n in zip(values, counts, strict=True)],
+        }
 
     def step(self, share: Share, loss: LossConfig, lr: float) -> dict[str, Any]:
-        """One optimizer step; the totals (see loss.py) where this rank answers, and the gradient's norm."""
+        """One optimizer step; the totals (see loss.py) and log-probs where this rank answers, and the gradient's norm."""
         totals = self._forward_backward(share, loss)
         optimizer = self.built.optimizer
         for group in optimizer.param_groups:
@@ -149,7 +153,7 @@ class TrainerRank:
         self.steps += 1
         return {"totals": totals, "grad_norm": float(norm)}
 
-    def gradients(self, share: Share, loss: LossConfig, path: Path) -> dict[str, list[float]] | None:
+    def gradients(self, share: Share, loss: LossConfig, path: Path) -> dict[str, Any] | None:
         """Write the gradients of one batch, under Hugging Face names, and step nowhere."""
         self.built.wrapped.force_all_reduce = (
             True  # of buckets that overlap with the backward pass; the option speaks of the others
@@ -205,11 +209,10 @@ class TrainerRank:
 
     def offload(self) -> None:
         """Give GPU memory back; nothing on the CPU."""
-        if self._parked is None and self.device.type == "cuda":
-            self._parked = Parked(self.built)
+        if self._parking is not None:
+            self._parking.park()
 
     def onload(self) -> None:
         """Take it again."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        if self._parking is not None:
+            self._parking.restore()

@@ -7,10 +7,11 @@ from itertools import chain
 
 import numpy as np
 
-from agentrl.errors import InvariantError
+from agentrl.errors import ConfigError, InvariantError
 from agentrl.samples import Sample
 from agentrl.train.base import Row
 
+NO_IMAGES = "the trainer is a text model's (megatron-core's GPTModel) and cannot train on images"
 NORMALISATIONS = ("sequence", "token")
 """sequence: each episode's mean over its trained tokens, then the mean over episodes; token: the mean over all trained tokens"""
 
@@ -22,12 +23,15 @@ def make_rows(samples: Sequence[Sample], advantages: Mapping[str, float], normal
 
     Raises:
         InvariantError: a sample that contradicts itself, or the same segment twice.
+        ConfigError: a sample with images, on which the trainer cannot train.
     """
     if normalisation not in NORMALISATIONS:
         raise InvariantError(f"normalisation must be one of {NORMALISATIONS}, found {normalisation!r}")
     used = [s for s in samples if s.episode_id in advantages and s.trained_tokens]
     for s in used:
         s.check()
+        if s.multimodal_inputs is not None:
+            raise ConfigError(f"episode {s.episode_id} holds images; {NO_IMAGES}")
     if len({(s.episode_id, s.segment_index) for s in used}) != len(used):
         raise InvariantError("a segment of an episode occurs twice; each is trained on once")
     tokens: dict[str, int] = {}

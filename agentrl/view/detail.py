@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from agentrl.images import Image, image_parts
 from agentrl.store import extras
+from agentrl.store.aside import Outputs
 from agentrl.types import Provenance
 
 Decode = Callable[[Sequence[int]], str]
+MOST_OUTPUT = 1 << 20
+"""characters of a tool's whole output that the page holds"""
 _SHOWN = (
     *(
         "episode_id",
@@ -30,9 +37,18 @@ _HIDDEN = ("step", "split", "config", "fork")
 
 
 def episode_detail(
-    record: Mapping[str, Any], fed: Mapping[str, Any] | None, decode: Decode | None, advantage: float | None
+    record: Mapping[str, Any],
+    fed: Mapping[str, Any] | None,
+    decode: Decode | None,
+    advantage: float | None,
+    images: Path | None = None,
+    outputs: Outputs | None = None,
 ) -> dict[str, Any]:
-    """JSON values of an episode. `fed`: the record of the step that trained on it; `decode` None: tokens show as ids."""
+    """JSON values of an episode. `fed`: the record of the step that trained on it; `decode` None: tokens show as ids.
+
+    `images`: the folder with those that the record names; they go in whole, as data URLs, so that the page asks for nothing.
+    `outputs`: of tools, whole, where the record holds only their beginning; so much of them goes in.
+    """
     rows = fed_rows(record["episode_id"], fed)
     by_segment = {r["segment_index"]: r for r in rows}
     more = {k: v for k, v in extras(record).items() if k not in _HIDDEN}
@@ -45,8 +61,33 @@ def episode_detail(
             segment_columns(s, decode, by_segment.get(i), record["turns"], i) for i, s in enumerate(record["segments"])
         ],
         "rows": rows,
+        "images": {name: _url(images / f"{name}.png") for name in image_names(record)} if images else {},
+        "outputs": {name: text[:MOST_OUTPUT] for name, text in _outputs(record, outputs)} if outputs else {},
         "fed": fed_summary(fed),
     }
+
+
+def image_names(record: Mapping[str, Any]) -> list[str]:
+    """The hashes of all images that a record names."""
+    prompt = record["task"]["prompt"]
+    messages = [] if isinstance(prompt, str) else list(prompt)
+    messages += chain.from_iterable(t["observation"]["messages"] for t in record["turns"])
+    messages += chain.from_iterable(t.get("context") or () for t in record["turns"])
+    messages += ({"content": r.get("parts")} for t in record["turns"] for r in t["action"]["results"])
+    named = [p["image"] for p in image_parts(messages) if isinstance(p.get("image"), Mapping)]
+    named += chain.from_iterable(s.get("images", ()) for s in record["segments"])
+    return list(dict.fromkeys(n["sha256"] for n in named if re.fullmatch("[0-9a-f]{64}", str(n.get("sha256")))))
+
+
+def _url(file: Path) -> str | None:
+    return Image(file.stem, file).url if file.exists() else None
+
+
+def _outputs(record: Mapping[str, Any], outputs: Outputs) -> Iterator[tuple[str, str]]:
+    for result in (r for t in record["turns"] for r in t["action"]["results"] if r.get("sha256")):
+        text = outputs.read(str(result["sha256"]))
+        if text is not None:
+            yield result["sha256"], text
 
 
 def segment_columns(
@@ -70,11 +111,16 @@ def segment_columns(
         "log_prob": [v for s in spans for v in (s.get("log_probs") or [None] * len(s["ids"]))],
         "version": [s.get("policy_version") for s in spans for _ in s["ids"]],
         "temperature": [s.get("temperature") for s in spans for _ in s["ids"]],
+        "images": segment.get("images", ()),
         "contexts": [t["context_length"] for t in turns if t["segment"] == number],
     }
-    for name in ("old_log_probs", "ref_log_probs"):
-        values = iter((row or {}).get(name, ()))
-        out[name] = [next(values, None) if m else None for m in sampled] if row and name in row else None
+    row = row or {}
+    for name, given in (
+        ("trainer_log_prob", row.get("old_log_probs", row.get("log_probs"))),
+        ("ref_log_probs", row.get("ref_log_probs")),
+    ):
+        values = iter(given or ())
+        out[name] = None if given is None else [next(values, None) if m else None for m in sampled]
     return out
 
 

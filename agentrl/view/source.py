@@ -146,6 +146,8 @@ class RunSource:
             self.recording.fed(episode_id),
             self.decode,
             self.recording.advantages.get(episode_id),
+            self.recording.images,
+            self.recording.outputs,
         )
         group = [
             e.id

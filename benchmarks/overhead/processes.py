@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from benchmarks.overhead.assets import BUILD, ROOT
 
+_PATH = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(BUILD / "packages")]
+
 
 class Process:
     """A module run as a process that says a line when it is ready."""
@@ -19,7 +21,7 @@ class Process:
     def __init__(self, module: str, *args: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"benchmarks.overhead.{module}", *args],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{BUILD / 'packages'}"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(_PATH)},
         )  # fmt: skip
         self.first = self.line()
 

@@ -8,9 +8,10 @@ import pytest
 from template_models import Model, _data_file, tokenizer
 
 from agentrl.errors import ContractError, TemplateError
+from agentrl.images import images_in
 from agentrl.recorder import Recorder
 from agentrl.render import Tokenizer, make_renderer
-from agentrl.render.images import Images, train_inputs
+from agentrl.render.images import Images
 from agentrl.types import Provenance
 
 Image = pytest.importorskip("PIL.Image")
@@ -65,7 +66,7 @@ def test_a_prompt_with_images(renderer, processor):
     expected, inputs = theirs(renderer, processor, messages)
     assert kind is Provenance.PROMPT
     assert list(ids) == expected
-    carried = train_inputs(renderer.images.pictures(messages))
+    carried = renderer.pixels(images_in(messages))
     np.testing.assert_array_equal(carried["pixel_values"], inputs["pixel_values"])
     np.testing.assert_array_equal(carried["image_grid_thw"], inputs["image_grid_thw"])
 
@@ -81,8 +82,9 @@ def test_an_observation_with_an_image(renderer, processor):
     pad = renderer.tokenizer.added["<|image_pad|>"]
     assert {kind for kind, ids in delta.pieces if pad in ids} == {Provenance.OBSERVATION}
     ids = [i for _, part in delta.pieces for i in part]
-    (shown,) = renderer.images.pictures([then])
-    assert ids.count(pad) == shown.tokens
+    (placed,) = renderer.placed(delta.pieces, [then])
+    assert ids.count(pad) == placed.tokens
+    assert ids[placed.at : placed.at + placed.tokens] == [pad] * placed.tokens
     plain = said("Closer.", picture(80, 80, 3))
     stream = [
         *recorder.context(),
@@ -101,38 +103,16 @@ def test_images_come_as_pil_bytes_or_data_urls(renderer):
         {"type": "image", "image": buffer.getvalue()},
         {"type": "image_url", "image_url": {"url": url}},
     ]
-    one, two, three = renderer.images.pictures([{"role": "user", "content": parts}])
-    assert one is two is three
+    one, two, three = images_in([{"role": "user", "content": parts}])
+    assert one == two == three
+    assert one.size == (100, 60)
+    assert one.open().tobytes() == picture().tobytes()
     for bad in ("/etc/passwd", "http://example.com/a.png", b"nonsense", "data:image/png;base64,%%", 5):
         with pytest.raises(ContractError):
-            renderer.images.pictures([{"role": "user", "content": [{"type": "image", "image": bad}]}])
+            images_in([{"role": "user", "content": [{"type": "image", "image": bad}]}])
 
 
 def test_a_model_without_a_processor(renderer):
     blind = make_renderer(renderer.tokenizer)
     with pytest.raises(TemplateError, match="no image processor"):
         blind.prompt([said("x", picture())])
-
-
-def test_a_small_model_takes_what_is_carried(renderer):
-    torch = pytest.importorskip("torch")
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    pad = renderer.tokenizer.added["<|image_pad|>"]
-    config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": 6200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-                     "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}},
-        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
-        image_token_id=pad,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
-    messages = [said("What is this?", picture(), picture(30, 200, 1))]
-    ((_, ids),) = renderer.prompt(messages)
-    inputs = {k: torch.from_numpy(v) for k, v in train_inputs(renderer.images.pictures(messages)).items()}
-    with torch.no_grad():
-        logits = model(
-            input_ids=torch.tensor([ids]), mm_token_type_ids=torch.tensor([[int(i == pad) for i in ids]]), **inputs
-        ).logits
-    assert logits.shape == (1, len(ids), 6200)
-    assert torch.isfinite(logits).all()

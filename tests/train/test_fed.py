@@ -11,6 +11,7 @@ from agentrl.samples import to_samples
 from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.train.fed import rebuild_rows, step_record
 from agentrl.train.rows import make_rows
+from agentrl.view.detail import episode_detail
 
 
 def episodes():
@@ -51,6 +52,26 @@ def test_rows_from_the_record_are_the_rows_that_were_trained_on(tmp_path):
             assert x.tobytes() == y.tobytes(), name
     assert sorted(i for share in record["plan"] for part in share for i in part) == [0, 1, 2]
     assert recording.advantages == pytest.approx({"0-0": 0.7071, "1-0": -1 / 3})
+
+
+def test_the_log_probs_of_a_single_step_are_kept_beside_the_rows(tmp_path):
+    """They are what the trainer computed in the step, and no input of it: the rows come back without them."""
+    made = [s for t in episodes() for s in to_samples(t)]
+    rows = make_rows(made, {"0-0": 1.0, "1-0": -1.0})
+    current = [np.where(r.weights > 0, np.float32(-0.1) * np.arange(len(r.tokens), dtype=np.float32), 0) for r in rows]
+    writer = EpisodeWriter(tmp_path)
+    for t in episodes():
+        writer.write(t, step=0)
+    writer.write_step(**step_record(rows, None, current, step=0))
+    writer.close()
+    recording = Recording(tmp_path)
+    record = recording.fed("0-0")
+    for kept, row, values in zip(record["rows"], rows, current, strict=True):
+        assert np.float32(kept["log_probs"]).tobytes() == values[row.weights > 0].tobytes()
+    by_id = {t.episode_id: to_samples(t) for t in episodes()}
+    assert all(r.old_log_probs is None for r in rebuild_rows(record, lambda e, n: by_id[e][n]))
+    (segment, _) = episode_detail(recording.record(recording.entry("0-0")), record, None, 1.0)["segments"]
+    assert segment["trainer_log_prob"] == [None, None, *map(pytest.approx, (-0.2, -0.3)), None, pytest.approx(-0.5)]
 
 
 def test_a_sample_that_is_not_the_one_recorded_is_refused():

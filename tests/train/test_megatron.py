@@ -128,7 +128,10 @@ def check_gradients(trainer, hf, rows, folder, loss):
 
 def check_step(trainer, hf, rows, folder):
     """One AdamW step with the gradient clipped to norm 0.5; norms and biases are not decayed."""
+    before_it = trainer.log_probs(rows, trained_only=True)
     metrics = trainer.step(rows, LossConfig(), 1e-2)
+    for got, want in zip(metrics["log_probs"], before_it, strict=True):  # from the forward of the step itself
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
     hf.zero_grad()
     hf_loss(hf, rows, LossConfig()).backward()
     norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5)
@@ -171,7 +174,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path, settings, world):
             trainer.step(rows, LossConfig(), lr)
         trainer.save(tmp_path / "checkpoint")
         marks = [trainer.export_weights(tmp_path / "saved").fingerprint]
-        metrics = [trainer.step(rows, LossConfig(), lr) for lr in (1e-2, 5e-3, 2e-3)]
+        metrics = [numbers(trainer, rows, lr) for lr in (1e-2, 5e-3, 2e-3)]
         marks.append(trainer.export_weights(tmp_path / "went-on").fingerprint)
         assert marks[0] != marks[1]
         trainer.load(tmp_path / "checkpoint")  # in the same process, over other state
@@ -180,11 +183,16 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path, settings, world):
             trainer.save(tmp_path / "checkpoint")
     with start(model, tmp_path / "b", **options) as fresh:
         fresh.load(tmp_path / "checkpoint")
-        assert [fresh.step(rows, LossConfig(), lr) for lr in (1e-2, 5e-3, 2e-3)] == metrics
+        assert [numbers(fresh, rows, lr) for lr in (1e-2, 5e-3, 2e-3)] == metrics
         assert fresh.export_weights(tmp_path / "resumed").fingerprint == marks[1]
         assert list(tmp_path.glob(".*.tmp")) == []
         refusals(fresh, rows)
         hung(fresh, rows)
+
+
+def numbers(trainer, rows, lr):
+    metrics = trainer.step(rows, LossConfig(), lr)
+    return metrics | {"log_probs": [a.tolist() for a in metrics["log_probs"]]}
 
 
 def refusals(trainer, rows):

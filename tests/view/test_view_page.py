@@ -4,15 +4,18 @@ Needs Debian's chromium and chromium-driver and the package selenium; skipped wh
 """
 
 import asyncio
+import dataclasses
 import json
 import shutil
 import threading
 import time
 
 import pytest
-from viewruns import EVIL, add_group, decode, make_large_run, make_run
+from viewruns import EVIL, add_group, decode, episode, make_large_run, make_run
 
-from agentrl.store import Recording
+from agentrl.images import Placed, as_image
+from agentrl.store import EpisodeWriter, Recording
+from agentrl.types import Observation
 from agentrl.view.detail import episode_detail
 from agentrl.view.export import html_of
 from agentrl.view.server import start
@@ -237,6 +240,36 @@ def test_the_exported_file_opens_by_itself(browser, tmp_path):
         == 6
     )
     check_quiet(browser)
+
+
+def test_images_are_shown_from_the_record_and_ask_for_nothing(browser, tmp_path):
+    pil = pytest.importorskip("PIL.Image")
+    there, gone = (as_image({"image": pil.new("RGB", (64, 32), colour)}) for colour in ("red", "blue"))
+    t = episode(0, 0, 1.0)
+    parts = [{"type": "text", "text": EVIL}, *({"type": "image", "image": i} for i in (there, gone))]
+    turn = dataclasses.replace(t.turns[0], observation=Observation(({"role": "user", "content": parts},)))
+    shown = (Placed(there, 2, 1), Placed(gone, 3, 1))
+    segment = dataclasses.replace(t.segments[0], images=shown)
+    writer = EpisodeWriter(tmp_path / "run")
+    writer.write(dataclasses.replace(t, turns=(turn, t.turns[1]), segments=(segment,)))
+    writer.close()
+    recording = Recording(tmp_path / "run")
+    (recording.images / f"{gone.sha256}.png").unlink()
+    detail = episode_detail(recording.record(recording.entry("0-0")), None, decode, None, recording.images)
+    (tmp_path / "e.html").write_text(html_of(detail), encoding="utf-8")
+    served = Served(tmp_path / "run")
+    try:
+        for url in ((tmp_path / "e.html").as_uri(), served.url + "#/episode?id=0-0"):
+            open_page(browser, url)
+            sizes = browser.execute_script(
+                "return [...document.querySelectorAll('img.shown')].map(e => [e.naturalWidth, e.naturalHeight])"
+            )
+            assert sizes == [[64, 32], [64, 32]]  # in the prompt and in the observation
+            assert text(browser).count(f"image {gone.sha256[:12]}…, not in this record") == 2
+            assert EVIL.split("\x1b")[0] in text(browser)
+            check_quiet(browser)
+    finally:
+        served.close()
 
 
 def test_it_can_be_read_in_the_dark(browser, run):

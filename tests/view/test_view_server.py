@@ -75,8 +75,8 @@ async def test_an_episode_with_what_the_trainer_was_fed(client):
     assert s["mask"] == [0] * 5 + [1] * 3 + [0] * 3 + [1] * 3
     assert s["version"][5] == 2
     assert s["version"][11] == 3
-    assert s["old_log_probs"][5] == -0.5
-    assert s["old_log_probs"][0] is None
+    assert s["trainer_log_prob"][5] == -0.5
+    assert s["trainer_log_prob"][0] is None
     (row,) = e["rows"]
     assert (row["number"], row["of"], row["rank"], row["micro_batch"], row["width"], row["padding"]) == (
         1,

@@ -62,9 +62,9 @@ AR.MODES = {
     label: "engine − trainer",
     color: (s, i, e) => (AR.difference(s, i) === null ? "" : signed(AR.difference(s, i), AR.scale(e))),
     legend: (e) =>
-      e.segments.some((s) => s.old_log_probs)
+      e.segments.some((s) => s.trainer_log_prob)
         ? [[signed(AR.scale(e), AR.scale(e)), `+${AR.number(AR.scale(e))}`], ["transparent", "equal"], [signed(-AR.scale(e), AR.scale(e)), `−${AR.number(AR.scale(e))}`]]
-        : [["transparent", "the trainer's log-probs of this episode were not recorded (they are where a rollout has several optimizer steps)"]],
+        : [["transparent", "the trainer was not fed this episode, or its log-probs were not recorded"]],
   },
   advantage: {
     label: "advantage",
@@ -78,7 +78,7 @@ AR.MODES = {
   },
 };
 
-AR.difference = (s, i) => (s.old_log_probs && s.old_log_probs[i] !== null && s.log_prob[i] !== null ? s.log_prob[i] - s.old_log_probs[i] : null);
+AR.difference = (s, i) => (s.trainer_log_prob && s.trainer_log_prob[i] !== null && s.log_prob[i] !== null ? s.log_prob[i] - s.trainer_log_prob[i] : null);
 AR.scale = function (e) {
   if (e.diffScale === undefined) {
     const all = e.segments.flatMap((s) => s.ids.map((_, i) => Math.abs(AR.difference(s, i) || 0)));
@@ -96,7 +96,7 @@ AR.piece = function (s, i) {
 AR.aboutToken = function (e, s, i) {
   const parts = [`token ${i}`, `id ${s.ids[i]}`, s.text ? JSON.stringify(AR.visible(s.text[i])) : null, AR.PROVENANCE[s.provenance[i]], s.turn[i] < 0 ? "before the first turn" : `turn ${s.turn[i]}`, `mask ${s.mask[i]}`];
   if (s.log_prob[i] !== null) parts.push(`log p ${s.log_prob[i].toFixed(4)} (p ${Math.exp(s.log_prob[i]).toFixed(3)})`, `version ${s.version[i]}`, `temperature ${AR.number(s.temperature[i], 2)}`);
-  if (s.old_log_probs && s.old_log_probs[i] !== null) parts.push(`trainer ${s.old_log_probs[i].toFixed(4)}`, `difference ${AR.number(AR.difference(s, i), 5)}`);
+  if (s.trainer_log_prob && s.trainer_log_prob[i] !== null) parts.push(`trainer ${s.trainer_log_prob[i].toFixed(4)}`, `difference ${AR.number(AR.difference(s, i), 5)}`);
   if (s.mask[i] && AR.advantage(e) !== null) parts.push(`advantage ${AR.number(AR.advantage(e))}`);
   return parts.filter((p) => p !== null).join("  ·  ");
 };
@@ -180,8 +180,15 @@ AR.tokenView = function (e, options = {}) {
 AR.seconds = (v) => (v === undefined || v === null ? null : v < 1 ? `${(v * 1000).toFixed(v < 0.01 ? 1 : 0)} ms` : `${v.toFixed(1)} s`);
 AR.json = (v) => AR.h("pre", {}, AR.visible(typeof v === "string" ? v : JSON.stringify(v, null, 1)));
 
-AR.content = function (message) {
+// Images lie in the episode itself, as data URLs; what claims to be one and is not there is said in words.
+AR.image = function (e, ref) {
+  const name = ref && typeof ref.sha256 === "string" ? ref.sha256 : "";
+  const url = Object.hasOwn(e.images || {}, name) ? e.images[name] : null;
+  return url ? AR.h("img", { src: url, alt: `image ${name.slice(0, 12)}`, class: "shown" }) : AR.h("span", { class: "soft" }, `(image ${AR.visible(name.slice(0, 12) || "?")}…, not in this record)`);
+};
+AR.content = function (e, message) {
   if (typeof message.content === "string") return AR.h("pre", {}, AR.visible(message.content));
+  if (Array.isArray(message.content)) return message.content.map((p) => (p && typeof p.text === "string" ? AR.h("pre", {}, AR.visible(p.text)) : p && p.type === "image" ? AR.image(e, p.image) : AR.json(p)));
   return AR.json(message.content === undefined ? message : message.content);
 };
 
@@ -198,18 +205,19 @@ AR.conversation = function (e) {
       a.calls.map((c, n) => {
         const r = a.results[n];
         const cut = r && r.full_bytes ? `, cut: the first of ${r.full_bytes} bytes, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
-        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.h("pre", {}, AR.visible(r.content)) : null);
+        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.content(e, { content: r.parts || r.content }) : null, r && r.sha256 && Object.hasOwn(e.outputs || {}, r.sha256) ? AR.h("details", { class: "whole" }, AR.h("summary", { class: "who" }, "all that it returned"), AR.h("pre", {}, AR.visible(e.outputs[r.sha256]))) : null);
       }),
       a.errors.map((x) => AR.part("wrong", `not understood (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
       a.answer !== null ? AR.part("policy", "answer", AR.h("pre", {}, AR.visible(a.answer))) : null,
       t.observation.messages.map((m) => {
         const who = `environment, as ${AR.visible(m.role)}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens cut` : ""}`;
-        const again = a.results.some((r) => r.content === m.content);
-        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(m)) : AR.part("env", who, AR.content(m));
+        const again = a.results.some((r) => r.content === m.content || (r.parts && JSON.stringify(r.parts) === JSON.stringify(m.content)));
+        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(e, m)) : AR.part("env", who, AR.content(e, m));
       }),
+      t.context ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `the context policy went on with ${t.context.length} messages`), t.context.map((m) => [AR.h("div", { class: "who" }, AR.visible(m.role)), AR.content(e, m)])) : null,
       Object.keys(t.info).length ? AR.h("details", { class: "part" }, AR.h("summary", {}, "info"), AR.json(t.info)) : null);
   });
-  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)))), turns,
+  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)), ((first && first.images) || []).filter((p) => first.provenance[p.at] === 0).map((p) => AR.image(e, p)))), turns,
     AR.h("details", {}, AR.h("summary", {}, "task, state, timings"), AR.json({ task: e.task, state: e.state, timings: e.timings, seed: e.seed, ...e.extra })));
 };
 
@@ -230,7 +238,7 @@ AR.trained = function (e) {
     const end = Math.min(s.ids.length - 1, 4000);
     for (let p = 0; p < end; p++) {
       const t = p + 1;
-      const cells = [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.old_log_probs && s.old_log_probs[t] !== null ? s.old_log_probs[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
+      const cells = [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.trainer_log_prob && s.trainer_log_prob[t] !== null ? s.trainer_log_prob[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
       body.append(AR.h("tr", { class: s.mask[t] ? "trained" : "" }, cells.map((c) => AR.h("td", {}, c))));
     }
     for (let p = 0; p < Math.min(r.padding, 3); p++) body.append(AR.h("tr", { class: "soft" }, AR.h("td", {}, s.ids.length - 1 + p), AR.h("td", {}, 0), AR.h("td", { colspan: 9 }, "padding")));

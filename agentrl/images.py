@@ -1,0 +1,203 @@
+"""Images in messages, as episodes carry them: by the hash of their pixels, the pixels as a PNG.
+
+Users put PIL images, encoded bytes or data URLs into the parts of a content, never a path or an address, which a tool's output could
+choose. The runner turns each into an `Image` before anything else sees it; what comes back from the record is an `Image` too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import io
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ContractError, StoreError
+
+_KEPT = 256
+_known: OrderedDict[bytes, Image] = OrderedDict()
+"""images by the hash of the bytes that they came as: the members of a group share a task's"""
+
+
+class Image:
+    """One image. Equal to another of the same pixels."""
+
+    __slots__ = ("_source", "sha256")
+
+    def __init__(self, sha256: str, source: bytes | Path | None) -> None:
+        """`sha256`: of its size and RGB pixels; `source`: a PNG of them, where one lies, or None: it was recorded, but not here."""
+        self.sha256 = sha256
+        self._source = source
+
+    @property
+    def png(self) -> bytes:
+        """As a PNG.
+
+        Raises:
+            StoreError: it lies in a file that is gone.
+        """
+        if isinstance(self._source, bytes):
+            return self._source
+        try:
+            return (self._source or Path(f"{self.sha256}.png")).read_bytes()
+        except OSError as e:
+            raise StoreError(f"the image {self.sha256[:12]}… of an episode cannot be read: {e}") from e
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        width, height = struct.unpack(">II", self.png[16:24])
+        return width, height
+
+    @property
+    def url(self) -> str:
+        """As a data URL."""
+        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+
+    def open(self) -> Any:
+        """As a PIL image in RGB."""
+        from PIL import Image as Pil
+
+        return Pil.open(io.BytesIO(self.png)).convert("RGB")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and other.sha256 == self.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __repr__(self) -> str:
+        return f"Image({self.sha256[:12]}…)"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An image in a segment: the tokens that stand for it."""
+
+    image: Image
+    at: int
+    """index in the segment of the first"""
+    tokens: int
+
+
+def is_image(value: Any) -> bool:
+    """A part of a content that is an image."""
+    return isinstance(value, Mapping) and (
+        value.get("type") in ("image", "image_url") or "image" in value or "image_url" in value
+    )
+
+
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The parts of contents that are images."""
+    for m in messages:
+        if isinstance(m.get("content"), (list, tuple)):
+            yield from (p for p in m["content"] if is_image(p))
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Image]:
+    """The images in messages, in order.
+
+    Raises:
+        ContractError: an image that is none.
+    """
+    return [as_image(p) for p in image_parts(messages)]
+
+
+async def carry(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with every image as an `Image`; off the event loop, since reading images takes time.
+
+    Raises:
+        ContractError: an image that is none.
+    """
+    if next(image_parts(messages), None) is None:
+        return list(messages)
+    return await asyncio.to_thread(carried, messages)
+
+
+def carried(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """See `carry`."""
+    return [
+        {**m, "content": carried_parts(m["content"])} if isinstance(m.get("content"), (list, tuple)) else m
+        for m in messages
+    ]
+
+
+def carried_parts(parts: Iterable[Any]) -> list[Any]:
+    """The parts of one content, likewise."""
+    return [
+        {**{k: v for k, v in p.items() if k != "image_url"}, "type": "image", "image": as_image(p)}
+        if is_image(p)
+        else p
+        for p in parts
+    ]
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """What a tool returned as parts of a content, if it is an image or a list of text and image parts; else None."""
+    if isinstance(value, Image) or _is_pil(value):
+        return [{"type": "image", "image": value}]
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(p, Mapping) and p.get("type") in ("text", "image", "image_url") for p in value
+    ):
+        return None
+    return list(value) if any(map(is_image, value)) else None
+
+
+def as_image(part: Mapping[str, Any]) -> Image:
+    """The image of a part.
+
+    Raises:
+        ContractError: it is none.
+    """
+    value = part.get("image", part.get("image_url"))
+    value = value.get("url") if isinstance(value, Mapping) else value
+    if isinstance(value, Image):
+        return value
+    if _is_pil(value):
+        return _of_pil(value)
+    try:
+        if isinstance(value, str) and value.startswith("data:"):
+            value = base64.b64decode(value.partition(",")[2], validate=True)
+    except (ValueError, binascii.Error) as e:
+        raise ContractError(f"an image in a message cannot be read: {e}") from e
+    if isinstance(value, bytes):
+        return _of_bytes(value)
+    raise ContractError(
+        f"an image must be a PIL image, encoded bytes or a data: URL, found {type(value).__name__}: {value!r:.60}"
+    )
+
+
+def _of_bytes(encoded: bytes) -> Image:
+    from PIL import Image as Pil
+    from PIL import UnidentifiedImageError
+
+    key = hashlib.sha256(encoded).digest()
+    found = _known.get(key)
+    if found is None:
+        try:
+            found = _of_pil(Pil.open(io.BytesIO(encoded)))
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Pil.DecompressionBombError) as e:
+            raise ContractError(f"an image in a message cannot be read: {e}") from e
+        _known[key] = found
+        while len(_known) > _KEPT:
+            _known.popitem(last=False)
+    return found
+
+
+def _of_pil(image: Any) -> Image:
+    image = image.convert("RGB")
+    digest = hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return Image(digest, buffer.getvalue())
+
+
+def _is_pil(value: Any) -> bool:
+    """Asked without importing PIL, which only those need who have such an image."""
+    return any(c.__module__ == "PIL.Image" and c.__name__ == "Image" for c in type(value).__mro__)

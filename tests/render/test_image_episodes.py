@@ -1,0 +1,262 @@
+"""Images end to end: through environment, tools, runner, record, replay, page and Sample, over a small random Qwen2.5-VL."""
+
+import asyncio
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from doubles import PARIS, make_runner
+from vision import PROCESSOR, VisionEngine, call, log_probs, picture, processed, vision_model, vision_renderer
+
+from agentrl import Env, StepResult, ToolEnv, tool
+from agentrl.assemble import Parts
+from agentrl.config import build_config
+from agentrl.errors import ConfigError, StoreError, TemplateError
+from agentrl.images import images_in
+from agentrl.loop import train
+from agentrl.render.images import Images
+from agentrl.replay.run import replay_group
+from agentrl.samples import to_samples
+from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes, to_record
+from agentrl.store.record import encode
+from agentrl.train.rows import make_rows
+from agentrl.types import EpisodeSpec, Observation, Provenance, StopReason, Task
+from agentrl.view.detail import episode_detail
+from agentrl.view.export import html_of
+
+MAP = Task(
+    "map",
+    ({"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "Where is this?"}]},),
+    "Rome",
+)
+TEXTS = (call("zoom", level=2), call("zoom", level=3), "It is <|vision_start|> Rome.")
+
+SHOWN = [picture(), picture(80, 80, 2), picture(80, 80, 3), picture(30, 200, 9)]
+"""what the model has seen at the end"""
+
+
+class Map(ToolEnv):
+    """A map to look at more closely."""
+
+    @tool
+    def zoom(self, level: int) -> list:
+        """Look closer."""
+        text = {"type": "text", "text": f"Level {level}, <|image_pad|> and all:"}
+        return [text, {"type": "image", "image": picture(80, 80, level)}, {"type": "text", "text": "no more"}]
+
+    async def step(self, action):
+        result = await super().step(action)
+        if action.calls and action.calls[0].arguments["level"] == 3:
+            messages = [
+                *Observation.of(result.observation).messages,
+                {"role": "user", "content": [{"type": "image", "image": picture(30, 200, 9)}]},
+            ]
+            return dataclasses.replace(result, observation=messages)
+        return result
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return vision_renderer()
+
+
+@pytest.fixture(scope="module")
+def model(renderer):
+    return vision_model(renderer.images.placeholder_id)
+
+
+async def play(renderer, engine, env=Map, task=MAP, **more):
+    runner = make_runner(env, engine, renderer, **more)
+    try:
+        return await runner.run(EpisodeSpec(task, 0, 0))
+    finally:
+        runner.close()
+
+
+@pytest.fixture
+async def played(renderer, model):
+    engine = VisionEngine(renderer, model, TEXTS)
+    return engine, await play(renderer, engine, temperature=0.7)
+
+
+async def test_the_engine_sees_every_image_where_its_tokens_are(renderer, played):
+    """Also where a text looks like a placeholder."""
+    engine, t = played
+    assert t.stop_reason is StopReason.TERMINATED, t.cause
+    assert len(t.segments) == 1
+    pad = renderer.images.placeholder_id
+    for (ids, placed), images in zip(engine.asked, (SHOWN[:1], SHOWN[:2], SHOWN), strict=True):
+        assert [p.image.open().tobytes() for p in placed] == [i.tobytes() for i in images]
+        assert ids.count(pad) == sum(p.tokens for p in placed)
+        assert all(set(ids[p.at : p.at + p.tokens]) == {pad} and ids[p.at - 1] != pad for p in placed)
+
+
+async def test_ids_and_pixels_are_the_processors_own(renderer, model):
+    class Plain(Map):
+        @tool
+        def zoom(self, level: int) -> list:
+            """Look closer."""
+            return [{"type": "text", "text": f"Level {level}"}, {"type": "image", "image": picture(80, 80, level)}]
+
+    engine = VisionEngine(renderer, model, (*TEXTS[:2], "Rome."))
+    t = await play(renderer, engine, env=Plain)
+    messages = [*MAP.prompt]
+    for text, turn in zip(TEXTS[:2], t.turns, strict=False):
+        messages += [{"role": "assistant", "content": text}, *turn.observation.messages]
+    ids, inputs = processed(renderer, messages, [s.schema for s in Plain().tool_specs()], SHOWN)
+    assert engine.asked[2][0] == ids
+    (sample,) = to_samples(t, pixels=renderer.pixels)
+    assert sample.tokens[: len(ids)] == ids
+    np.testing.assert_array_equal(sample.multimodal_train_inputs["pixel_values"], inputs["pixel_values"])
+    np.testing.assert_array_equal(sample.multimodal_train_inputs["image_grid_thw"], inputs["image_grid_thw"])
+
+
+async def test_image_tokens_are_never_trained_and_the_sample_alone_gives_the_log_probs(renderer, model, played):
+    _, t = played
+    (sample,) = to_samples(t, pixels=renderer.pixels)
+    pad = renderer.images.placeholder_id
+    start = len(sample.tokens) - sample.response_length
+    kinds = [Provenance(v) for v, n in sample.provenance for _ in range(n)]
+    assert pad in sample.tokens[:start]
+    response = list(zip(sample.tokens[start:], sample.loss_mask, kinds, strict=True))
+    assert {(m, k) for i, m, k in response if i == pad} == {(0, Provenance.OBSERVATION)}
+    found = log_probs(model, pad, sample.tokens, sample.multimodal_train_inputs, sample.temperature)
+    theirs = [found[start + n - 1, i].item() for n, (i, m, _) in enumerate(response) if m]
+    ours = [lp for lp, m in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if m]
+    assert len(ours) == t.sampled_tokens > 20
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    blind = log_probs(model, pad, [0 if i == pad else i for i in sample.tokens], None, sample.temperature)
+    unseen = [blind[start + n - 1, i].item() for n, (i, m, _) in enumerate(response) if m]
+    assert np.abs(np.subtract(ours, unseen)).max() > 1e-2  # the images matter
+    with pytest.raises(ConfigError, match="cannot train on images"):
+        make_rows([sample], {t.episode_id: 1.0})
+
+
+async def test_the_record_keeps_each_image_once_and_replays(renderer, played, tmp_path):
+    _, t = played
+    writer = EpisodeWriter(tmp_path / "episodes")
+    writer.write(t, step=0, split="train")
+    writer.write(dataclasses.replace(t, episode_id="1-0", index=1), step=0, split="train")
+    writer.close()
+    files = sorted((tmp_path / "episodes" / "images").iterdir())
+    assert [f.suffix for f in files] == [".png"] * 4
+    again = next(iter(read_episodes(tmp_path)))
+    assert encode(to_record(again)) == encode(to_record(t))
+    (a,), (b,) = to_samples(t, pixels=renderer.pixels), to_samples(again, pixels=renderer.pixels)
+    assert a.multimodal_train_inputs.keys() == b.multimodal_train_inputs.keys()
+    for name, values in a.multimodal_train_inputs.items():
+        assert values.tobytes() == b.multimodal_train_inputs[name].tobytes()
+    runner = make_runner(Map, [], renderer, temperature=0.7)
+    (outcome,) = await replay_group(runner, [again])
+    assert outcome.divergence is None, outcome.divergence
+    runner.env_class = runner.make_env = Other
+    (outcome,) = await replay_group(runner, [again])
+    assert (outcome.divergence.cause, outcome.divergence.turn) == ("env", 1)
+    runner.close()
+
+
+class Other(Map):
+    """Shows another picture in turn 1."""
+
+    async def step(self, action):
+        result = await super().step(action)
+        messages = Observation.of(result.observation).messages
+        if len(messages) < 2:
+            return result
+        other = {"role": "user", "content": [{"type": "image", "image": picture(30, 200, 10)}]}
+        return dataclasses.replace(result, observation=[messages[0], other])
+
+
+Other.name = "Map"
+
+
+async def test_the_page_and_the_export_hold_the_images(played, tmp_path):
+    _, t = played
+    writer = EpisodeWriter(tmp_path)
+    writer.write(t)
+    writer.close()
+    recording = Recording(tmp_path)
+    record = recording.record(recording.entry("0-0"))
+    detail = episode_detail(record, None, None, None, recording.images)
+    assert len(detail["images"]) == 4
+    assert all(u.startswith("data:image/png;base64,") for u in detail["images"].values())
+    page = html_of(detail)
+    assert all(url in page for url in detail["images"].values())
+    (gone, *_) = sorted(recording.images.iterdir())
+    gone.unlink()
+    detail = episode_detail(record, None, None, None, recording.images)
+    assert detail["images"][gone.stem] is None
+    missing = next(
+        p.image for p in from_record(record, recording.images).segments[0].images if p.image.sha256 == gone.stem
+    )
+    with pytest.raises(StoreError, match="cannot be read"):
+        missing.open()
+
+
+class Show(Env):
+    """One picture after another, until the context is full."""
+
+    async def step(self, action):
+        parts = [{"type": "image", "image": picture(112, 112)}, {"type": "text", "text": "and this? " * 40}]
+        return StepResult([{"role": "user", "content": parts}])
+
+
+async def test_a_long_text_beside_an_image_is_cut_and_the_image_stays(renderer, model):
+    engine = VisionEngine(renderer, model, ["A wall."] * 9)
+    t = await play(renderer, engine, env=Show, max_response_tokens=90)
+    assert t.turns[0].observation_cut_tokens > 0
+    (image, text) = t.turns[0].observation.messages[0]["content"]
+    assert image["type"] == "image"
+    assert "and this? " * 40 != text["text"] == ("and this? " * 40)[: len(text["text"])]
+    assert t.stop_reason is StopReason.MAX_TOKENS
+
+
+async def test_a_sampled_placeholder_ends_the_episode(renderer, model):
+    engine = VisionEngine(renderer, model, ["A wall."])
+    pad = renderer.images.placeholder_id
+
+    async def odd(ids, sampling, *, session, images=()):
+        from agentrl.engine.base import Generation
+        from agentrl.types import FinishReason
+
+        return Generation((5, pad, renderer.end_id), (-1.0,) * 3, FinishReason.STOP)
+
+    engine.generate = odd
+    t = await play(renderer, engine, env=Show)
+    assert t.stop_reason is StopReason.INVALID_ACTION_LIMIT
+    assert len(t.turns) == 1
+
+
+async def test_a_text_model_says_that_it_takes_no_images(tags, hermes):
+    with pytest.raises(TemplateError, match="no image processor"):
+        await play(hermes, ["hello"], env=Show, task=MAP)
+    with pytest.raises(TemplateError, match="cannot hold images"):
+        await play(tags, ["<answer>x</answer>"] * 3, env=Show, task=PARIS)
+
+
+def model_folder(path, renderer):
+    """A folder as the hub has them, without weights."""
+    path.mkdir()
+    renderer.tokenizer.backend.save(str(path / "tokenizer.json"))
+    template = {"chat_template": renderer.tokenizer.chat_template, "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(template))
+    config = {"text_config": {"max_position_embeddings": 4096}, "vision_config": {}, "model_type": "qwen2_5_vl"}
+    (path / "config.json").write_text(json.dumps(config))
+    PROCESSOR.save_pretrained(path)
+    return path
+
+
+def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp_path):
+    folder = model_folder(tmp_path / "model", renderer)
+    (tmp_path / "env.py").write_text("from agentrl import ToolEnv\nclass Look(ToolEnv):\n    rewards = []\n")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "hello", "label": "x"}) + "\n")
+    settings = {"hf_checkpoint": str(folder), "run": str(tmp_path / "run")}
+    settings |= {"env": str(tmp_path / "env.py"), "prompt_data": str(tmp_path / "data.jsonl")}
+    config = build_config(settings)
+    parts = Parts(config)
+    assert isinstance(parts.renderer.images, Images)
+    assert parts.renderer.images.tokens(images_in(MAP.prompt)[0]) == renderer.images.tokens(images_in(MAP.prompt)[0])
+    with pytest.raises(ConfigError, match=r"cannot train on images.*agentrl rollout"):
+        asyncio.run(train(config))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,93 @@
+"""Whole outputs of tools beside the record: kept if that is wanted, once each, shown by the page, compared by a replay."""
+
+import hashlib
+
+from doubles import call, groups_of, make_runner
+
+from agentrl import ToolEnv, tool
+from agentrl.replay.playback import EveryTool
+from agentrl.replay.run import replay_group
+from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.store import EpisodeWriter, Recording, read_episodes
+from agentrl.view.detail import MOST_OUTPUT, episode_detail
+from agentrl.view.export import html_of
+
+LONG = "Größe <b>" + "x" * 600 + " and the end"
+SCRIPT = [call("page"), call("fail"), "done"]
+
+
+class Pages(ToolEnv):
+    action_format = "hermes"
+    text = LONG
+
+    @tool(max_result_bytes=100)
+    def page(self) -> str:
+        """Read."""
+        return self.text
+
+    @tool(max_result_bytes=50)
+    def fail(self) -> str:
+        """Fail."""
+        raise ValueError("no " * 50)
+
+
+async def record(hermes, folder, keep=True):
+    writer = EpisodeWriter(folder)
+    runner = make_runner(Pages, SCRIPT, hermes)
+    runner.toolbox.keep = writer.outputs.write if keep else None
+    groups, _ = await Rollout(runner, RolloutLimits()).run(groups_of(2, 2))
+    runner.close()
+    for g in groups:
+        for t in g.trajectories:
+            writer.write(t, split="train")
+    writer.close()
+    return list(read_episodes(folder))
+
+
+async def test_an_output_that_was_cut_lies_whole_beside_the_record(hermes, tmp_path):
+    (t, *_) = await record(hermes, tmp_path)
+    outputs = Recording(tmp_path).outputs
+    assert len(list(outputs.folder.iterdir())) == 2  # of four episodes: each output once
+    result = t.turns[0].action.results[0]
+    assert result.sha256 == hashlib.sha256(LONG.encode()).hexdigest()
+    assert result.content.startswith(LONG[:80])
+    assert outputs.read(result.sha256) == LONG
+    assert outputs.read(t.turns[1].action.results[0].sha256).startswith("error: ValueError: no no")
+    assert outputs.read("0" * 64) is None
+    assert outputs.read("../../etc/passwd") is None
+
+
+async def test_nothing_is_kept_unless_asked(hermes, tmp_path):
+    await record(hermes, tmp_path, keep=False)
+    assert not (tmp_path / "outputs").exists()
+
+
+async def test_the_page_shows_it(hermes, tmp_path):
+    await record(hermes, tmp_path)
+    recording = Recording(tmp_path)
+    entry = recording.record(recording.entry("0-0"))
+    detail = episode_detail(entry, None, None, None, recording.images, recording.outputs)
+    assert LONG in detail["outputs"].values()
+    assert all(len(text) <= MOST_OUTPUT for text in detail["outputs"].values())
+    assert "and the end" in html_of(detail)
+    assert "<b>" not in html_of(detail)
+
+
+async def test_a_replay_says_where_in_the_whole_output_it_differs(hermes, tmp_path):
+    members = (await record(hermes, tmp_path))[:2]
+
+    class Changed(Pages):
+        text = LONG.replace("end", "END")
+
+    Changed.name = "Pages"
+    runner = make_runner(Changed, [], hermes)
+    outcomes = await replay_group(runner, members, EveryTool(), Recording(tmp_path).outputs)
+    for d in (o.divergence for o in outcomes):
+        assert (d.cause, d.turn, d.what) == ("tool result", 0, "the whole output of result 0 (page)")
+        assert d.then.endswith("and the end")
+        assert d.today.endswith("and the END")
+    (outcome, _) = await replay_group(runner, members, EveryTool())
+    assert outcome.divergence.what == "sha256 of result 0 (page)"
+    outcomes = await replay_group(make_runner(Pages, [], hermes), members, None, Recording(tmp_path).outputs)
+    assert [o.divergence for o in outcomes] == [None, None]
+    runner.close()
