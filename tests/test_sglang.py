@@ -69,7 +69,9 @@ class TestSGLang(EngineContract):
             assert np.allclose(g.log_probs, first.log_probs, atol=rounding(engine)) or g.ids != first.ids
 
     async def test_a_stop_at_the_last_token_is_a_stop(self, engine, context):
-        whole = (await engine.generate(context, params(2), session="a")).ids  # on a GPU the second token can differ by rounding
+        whole = (
+            await engine.generate(context, params(2), session="a")
+        ).ids  # on a GPU the second token can differ by rounding
         g = await engine.generate(context, params(2, stop_token_ids=whole), session="b")
         assert g.finish_reason is FinishReason.STOP
 
