@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copyreg
+import io
 import pickle
 import signal
 import socket
@@ -10,15 +12,27 @@ import struct
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 from agentrl.episode import EpisodeRunner
 from agentrl.errors import AgentRLError, ContractError, WorkerError
 from agentrl.rollout import fewer_collections
-from agentrl.types import Task, Trajectory
+from agentrl.types import (
+    Action,
+    Observation,
+    ParseError,
+    Segment,
+    Span,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 
 BEAT_S = 5.0
 """between signs of life"""
@@ -163,9 +177,26 @@ class _Process:
             runner.close()
 
 
+def _as_call(cls: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
+    names = [f.name for f in fields(cls)]
+    values = attrgetter(*names)
+    return (lambda obj: (cls, (values(obj),))) if len(names) == 1 else (lambda obj: (cls, values(obj)))
+
+
+_WORDS: dict[type, Callable[[Any], Any]] = {
+    cls: _as_call(cls)
+    for cls in (Trajectory, Segment, Span, Turn, Action, Observation, ToolCall, ToolResult, ParseError)
+}
+"""pickled as calls of their classes, which takes half as long as dataclasses' own way"""
+
+
 def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | _WORDS
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        pickler.dump(value)
+        return buffer.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError) as e:
         raise ContractError(
             f"with several runner processes an episode's state, info and results must be picklable: {e}; "

@@ -24,7 +24,7 @@ from typing import Any
 
 from agentrl.errors import DataError, WorkerError
 from agentrl.reward import Scorer
-from agentrl.runner_process import Channel, Kind, Make, serve
+from agentrl.runner_process import BEAT_S, Channel, Kind, Make, serve
 from agentrl.types import EpisodeSpec, Trajectory
 
 START_S = 300.0
@@ -124,6 +124,8 @@ class _Process:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._channel: Channel | None = None
         self._hang_up: Callable[[], Any] = lambda: None
+        self._sign = asyncio.Event()
+        """of life, since `_watch` looked last"""
         self._listener: asyncio.Task[None] | None = None
 
     async def open(self, order: bytes) -> None:
@@ -196,21 +198,35 @@ class _Process:
 
     async def _listen(self, channel: Channel) -> None:
         """Take answers until the process is gone, then see to another."""
-        patience, how = START_S, ""
+        how = ""
+        watch = asyncio.create_task(self._watch())
         try:
             while True:
-                async with asyncio.timeout(patience):
-                    kind, number, payload = await channel.receive()
-                patience = SILENCE_S
-                self._take(kind, number, payload)
-        except TimeoutError:
-            how = f"gave no sign of life for {patience:g} s: something in it blocks its event loop"
+                self._take(*await channel.receive())
         except (EOFError, OSError):
-            how = ""
+            how = watch.result() if watch.done() else ""
+        finally:
+            watch.cancel()
         code = await self._end()
         await self._gone(how or _how(code))
 
+    async def _watch(self) -> str:
+        """Kill the process once it gives no sign of life for long; what to say of it then."""
+        patience = START_S
+        while True:
+            self._sign.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self._sign.wait()
+            await asyncio.sleep(BEAT_S)  # if it was this process that stood still, what came meanwhile is taken now
+            if not self._sign.is_set():
+                assert self._process is not None
+                self._process.kill()
+                return f"gave no sign of life for {patience:g} s: something in it blocks its event loop"
+            patience = SILENCE_S
+
     def _take(self, kind: Kind, number: int, payload: bytes) -> None:
+        self._sign.set()
         question = self.asked.get(number)
         if kind is Kind.TOLD:
             word = pickle.loads(payload)

@@ -18,7 +18,7 @@ from sglang_double import Double
 from agentrl import runners
 from agentrl.config import build_config
 from agentrl.engine.launch import session_members
-from agentrl.errors import ConfigError, ContractError, TooManyFailuresError, WorkerError
+from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
 from agentrl.jobs import evaluate_only, rollout_only
 from agentrl.loop import Job
 from agentrl.store import read_records
@@ -200,7 +200,7 @@ async def test_a_process_that_always_dies_ends_the_run(settings):
 
 async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(runners, "SILENCE_S", 8.0)
-    monkeypatch.setattr(runners, "END_S", 0.1)
+    monkeypatch.setattr(runners, "BEAT_S", 1.0)
     done, said = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
     assert len(done) == 24
     assert "gave no sign of life for 8 s" in said
@@ -215,6 +215,17 @@ async def test_a_broken_contract_ends_the_run_with_its_sentence(settings):
 async def test_what_cannot_be_pickled_is_said(settings):
     with pytest.raises(ContractError, match=r"must be picklable: .*--runner-processes 1"):
         await run(settings("odd", 2, does="odd"))
+
+
+async def test_a_task_that_cannot_be_sent_is_named(settings):
+    job = Job(settings("task", 2), None, lambda text: None)
+    job.source.tasks = [replace(t, metadata={"n": lambda: 0}) for t in job.source.tasks]
+    try:
+        await job.engine.start()
+        with pytest.raises(DataError, match=r"task \d cannot be sent to a runner process: "):
+            await job.rollout(0)
+    finally:
+        await job.close()
 
 
 async def test_a_limit_too_small_to_share_is_refused(settings):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from agentrl.env import tool_messages
-from agentrl.errors import InfraError, ToolFailure
+from agentrl.errors import ContractError, InfraError, ToolFailure
 from agentrl.pool import PoolExhaustedError
 from agentrl.tool import Tool, spec_of, tool
 from agentrl.toolbox import Toolbox, to_text
@@ -456,6 +456,23 @@ class TestTime:
 
 
 class TestSharing:
+    async def test_one_of_several_processes_has_its_part_of_the_calls(self):
+        running = most = 0
+
+        @tool(max_concurrency=5)
+        async def work():
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.01)
+            running -= 1
+
+        part = Toolbox(processes=2)
+        await asyncio.gather(*(part.execute(specs(work), Action("x", (call("work"),))) for _ in range(8)))
+        assert most == 2
+        with pytest.raises(ContractError, match="at most --runner-processes 5"):
+            await Toolbox(processes=6).execute(specs(work), Action("x", (call("work"),)))
+
     async def test_tools_of_the_same_name_in_two_environments_keep_their_limits(self, toolbox):
         gate = threading.Event()
 
