@@ -15,7 +15,9 @@ from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError, TemplateError
 from agentrl.images import images_in
 from agentrl.loop import train
-from agentrl.render.images import Images
+from agentrl.render import make_renderer
+from agentrl.render.images import Images, images_of_model
+from agentrl.render.show import show_tokens
 from agentrl.replay.run import replay_group
 from agentrl.samples import to_samples
 from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes, to_record
@@ -245,6 +247,26 @@ def model_folder(path, renderer):
     (path / "config.json").write_text(json.dumps(config))
     PROCESSOR.save_pretrained(path)
     return path
+
+
+def test_tokens_shows_where_images_stand(renderer, tmp_path):
+    folder = model_folder(tmp_path / "model", renderer)
+    parts = [{"type": "image", "image": images_in(MAP.prompt)[0].url}, {"type": "text", "text": "Where?"}]
+    conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Rome."}]
+    shown = show_tokens(folder, conversation)
+    n = renderer.images.tokens(images_in(MAP.prompt)[0])
+    assert shown.count("<|image_pad|>") >= 1
+    assert f"<|vision_start|>{'<|image_pad|>' * n}"[:40] in shown
+
+
+def test_a_processor_of_another_shape_is_no_hindrance_until_an_image_comes(renderer, tmp_path):
+    folder = model_folder(tmp_path / "model", renderer)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    images = images_of_model(folder, renderer.tokenizer.added)
+    other = make_renderer(renderer.tokenizer, images=images)
+    assert other.prompt([{"role": "user", "content": "hello"}])
+    with pytest.raises(TemplateError, match="processors of the Qwen-VL shape"):
+        other.prompt(MAP.prompt)
 
 
 def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp_path):
