@@ -6,14 +6,16 @@ import datetime
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from agentrl.config import Config
+from agentrl.config import Config, EngineSettings
 from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
+from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, has_tools, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.errors import ConfigError, DataError, UsageError
@@ -23,6 +25,8 @@ from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
+from agentrl.runner_process import Tell
+from agentrl.runners import RunnerProcesses
 from agentrl.toolbox import Keep
 from agentrl.train.rows import NO_IMAGES
 from agentrl.types import Task
@@ -95,8 +99,10 @@ class Parts:
         r = self.config.rollout
         return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
 
-    def runner(self, engine: Engine, *, temperature: float, seed: int, keep: Keep | None = None) -> EpisodeRunner:
-        """A runner of this environment on an engine; `keep` is given tools' outputs that were cut, whole."""
+    def runner(
+        self, engine: Engine, *, temperature: float, seed: int, keep: Keep | None = None, processes: int = 1
+    ) -> EpisodeRunner:
+        """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
         r = self.config.rollout
         sampling = SamplingParams(
             max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
@@ -112,6 +118,28 @@ class Parts:
             seed=seed,
             context_policy=self.context_policy,
             keep=keep,
+            processes=processes,
+        )
+
+    def runner_processes(self, engine: Engine, say: Callable[[str], None]) -> RunnerProcesses | None:
+        """Those of `--runner-processes`, on this engine's servers; None: episodes run in this process."""
+        from agentrl.engine.fleet import Fleet
+
+        count = self.config.rollout.runner_processes
+        if count == 1 or not isinstance(engine, Fleet):
+            return None
+        servers = EngineSettings(
+            engine="sglang", rollout_external_engine_addrs=tuple(m.engine.address for m in engine.members)
+        )
+        config = replace(
+            self.config, engine=servers, sglang={}, model=replace(self.config.model, hf_checkpoint=str(self.folder))
+        )
+        return RunnerProcesses(
+            functools.partial(runner_maker, config),
+            count,
+            self.scorer,
+            say=say,
+            heard=lambda down: engine.suspect(*down),
         )
 
     def engine(self, run_dir: Path | None = None) -> Engine:
@@ -153,6 +181,9 @@ class Parts:
         from agentrl.train.megatron import MegatronTrainer
 
         c = self.config
+        ranks, cards = c.train.actor_num_gpus_per_node or 1, len(gpus())
+        if 0 < cards < ranks:
+            raise ConfigError(f"--actor-num-gpus-per-node {ranks}: this machine has {cards} GPU{'s' * (cards > 1)}")
         return MegatronTrainer(
             self.folder,
             megatron=c.megatron,
@@ -237,6 +268,28 @@ class Parts:
     def _model_config(self) -> dict[str, Any]:
         found: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
         return found
+
+
+def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunner]:
+    """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
+    from agentrl.engine.fleet import Fleet
+
+    parts = Parts(config)
+
+    def make(settings: dict[str, Any], tell: Tell) -> EpisodeRunner:
+        fleet = parts.engine()
+        assert isinstance(fleet, Fleet), "only servers can be attached to"
+        fleet.attach(settings["policy_version"])
+        fleet.on_down = lambda address, failure: tell((address, failure))
+        return parts.runner(
+            fleet,
+            temperature=settings["temperature"],
+            seed=settings["seed"],
+            keep=settings["keep"] and settings["keep"].write,
+            processes=config.rollout.runner_processes,
+        )
+
+    return make
 
 
 def _day(text: str | None) -> datetime.datetime | None:

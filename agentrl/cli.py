@@ -14,6 +14,7 @@ from pathlib import Path
 from agentrl import __version__
 from agentrl.commands import add_commands
 from agentrl.config import Config, Layer, build_config, read_toml
+from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError
 from agentrl.flags import add_flags, read_flags
@@ -108,10 +109,17 @@ def resolve(args: argparse.Namespace, rest: Words) -> Config:
 
 
 def env_defaults(env: str) -> Layer:
-    """Recommended settings that lie beside an environment's file: `NAME.toml` next to `NAME.py`."""
+    """Recommended settings that lie beside an environment's file: `NAME.toml` next to `NAME.py`. No more trainer ranks than this machine has
+    GPUs, if it has any.
+    """
     source = sys.modules[make_env_class(env).__module__].__file__
     beside = Path(source).with_suffix(".toml") if source else None
-    return read_toml(beside) if beside and beside.exists() else {}
+    if not beside or not beside.exists():
+        return {}
+    layer, cards = read_toml(beside), len(gpus())
+    if cards and layer.get("actor_num_gpus_per_node", 0) > cards:
+        layer["actor_num_gpus_per_node"] = cards
+    return layer
 
 
 def run_train(args: argparse.Namespace, rest: Words) -> int:

@@ -130,6 +130,8 @@ class RolloutSettings:
     """of one generation"""
     concurrency: int = 128
     """episodes at once"""
+    runner_processes: int = 1
+    """processes that episodes are spread over when one core is not enough; needs engine = "sglang\""""
     episode_timeout_s: float = 600.0
     """seconds for one episode; one that takes longer is masked"""
     max_retries: int = 2
@@ -285,7 +287,16 @@ _AT_LEAST: dict[str, float] = {
         1,
     ),
     **dict.fromkeys(
-        ("max_calls_per_turn", "concurrency", "min_group_size", "engine_max_running", "threads", "data_limit"), 1
+        (
+            "max_calls_per_turn",
+            "concurrency",
+            "runner_processes",
+            "min_group_size",
+            "engine_max_running",
+            "threads",
+            "data_limit",
+        ),
+        1,
     ),
     **dict.fromkeys(("save_interval", "max_tokens_per_gpu", "n_samples_per_eval_prompt", "eval_limit"), 1),
     **dict.fromkeys(
@@ -454,6 +465,8 @@ def _check_engine(config: Config) -> None:
     given = [f"--{name.replace('_', '-')}" for name in ours if getattr(e, name)] + [
         f"--sglang-{k.replace('_', '-')}" for k in config.sglang
     ]
+    if config.rollout.runner_processes > 1:
+        given.append("--runner-processes")
     if given:
         raise ConfigError(f"{given[0]} needs --engine sglang (the engine is {e.engine})")
 

@@ -99,10 +99,12 @@ class EpisodeRunner:
         seed: int,
         context_policy: ContextPolicy | None = None,
         keep: Keep | None = None,
+        processes: int = 1,
     ) -> None:
         """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed).
 
-        `context_policy` goes before the environment's own; `keep` is given tools' outputs that were cut, whole.
+        `context_policy` goes before the environment's own; `keep` is given tools' outputs that were cut, whole; `processes`: how many
+        runners like this one share the tools' limits.
         """
         self.make_env = env
         self.env_class = env_class
@@ -113,7 +115,7 @@ class EpisodeRunner:
         self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
         self.seed = seed
         self.context_policy = context_policy
-        self.toolbox = Toolbox(keep)
+        self.toolbox = Toolbox(keep, processes)
         self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
         self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
         """of its own, so that closing goes on when every other call hangs"""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from agentrl.data.source import DataSource
 from agentrl.engine.base import Engine
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
-from agentrl.rollout import CauseTable, Rollout
+from agentrl.rollout import CauseTable, Rollout, Runner
 from agentrl.runfolder import RunFolder, settings_fingerprint
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
@@ -85,6 +86,7 @@ class Job:
             self._restore(state)
         self.report.open(self.folder.path, config, self.step)
         self.engine: Engine = self.parts.engine(self.folder.path)
+        self.processes = self.parts.runner_processes(self.engine, out)
         self.trainer: Any = None
         self.weights = self.parts.weight_sync()
         self.row: dict[str, float] = {}
@@ -165,7 +167,7 @@ class Job:
         """Write the step's numbers and say them."""
         self.folder.metrics.write({"step": step, **self.row})
         parts = {f"sync/{k}": v for k, v in self.weights.seconds.items()}
-        self.folder.timings.write({"step": step, **self.seconds, **parts})
+        self.folder.timings.write({"step": step, **self.seconds, **parts, **self.weights.memory()})
         self.report.step(step, self.row, self.seconds)
         self.out(self.report.line(step))
         self.step = step + 1
@@ -214,6 +216,8 @@ class Job:
 
     async def close(self) -> None:
         """Stop everything; called once, whatever happened."""
+        if self.processes is not None:
+            await self.processes.close()
         await self.engine.close()
         if self.trainer is not None:
             await asyncio.to_thread(self.trainer.close)
@@ -239,8 +243,6 @@ class Job:
     async def _episodes(
         self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
     ) -> tuple[list[Group], CauseTable]:
-        keep = self.folder.episodes.outputs.write if self.config.env.keep_whole_outputs else None
-        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=keep)
         attempts: list[Trajectory] = []
         progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
 
@@ -250,13 +252,32 @@ class Job:
 
         groups: list[Group] = []
         try:
-            groups, table = await Rollout(runner, self.parts.rollout_limits()).run(specs, heard)
+            async with self._runner(temperature, seed) as runner:
+                groups, table = await Rollout(runner, self.parts.rollout_limits()).run(specs, heard)
+            if self.processes is not None:
+                table.counts.update(self.processes.deaths)
         finally:
             progress.close()
-            runner.close()
             final = {t.episode_id: t for t in [*attempts, *(t for g in groups for t in g.trajectories)]}
             await asyncio.to_thread(self._write, sorted(final.values(), key=lambda t: (t.index, t.attempt)), extra)
         return groups, table
+
+    @asynccontextmanager
+    async def _runner(self, temperature: float, seed: int) -> AsyncIterator[Runner]:
+        """In this process, or in several."""
+        keep = self.folder.episodes.outputs if self.config.env.keep_whole_outputs else None
+        if self.processes is not None:
+            version = self.policy_version
+            settings = {"temperature": temperature, "seed": seed, "policy_version": version, "keep": keep}
+            async with self.processes.rollout(settings) as remote:
+                yield remote
+            return
+        write = None if keep is None else keep.write
+        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=write)
+        try:
+            yield runner
+        finally:
+            runner.close()
 
     def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
         for t in trajectories:

@@ -7,9 +7,10 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from agentrl.episode import EpisodeRunner
 from agentrl.errors import RewardFailure, TooManyFailuresError
+from agentrl.reward import Scorer
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
 
 _GC_OBJECTS = 100_000
@@ -91,10 +92,21 @@ class RolloutLimits:
 Progress = Callable[[Trajectory], None]
 
 
-class Rollout:
-    """Runs groups of episodes on one EpisodeRunner."""
+class Runner(Protocol):
+    """What plays episodes: an EpisodeRunner, or one in other processes (runners.py)."""
 
-    def __init__(self, runner: EpisodeRunner, limits: RolloutLimits) -> None:
+    @property
+    def scorer(self) -> Scorer:
+        """Of whole groups."""
+
+    async def run(self, spec: EpisodeSpec) -> Trajectory:
+        """Play one episode; see `EpisodeRunner.run`."""
+
+
+class Rollout:
+    """Runs groups of episodes on one runner."""
+
+    def __init__(self, runner: Runner, limits: RolloutLimits) -> None:
         self.runner = runner
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.concurrency)
@@ -111,7 +123,7 @@ class Rollout:
         """
         table = CauseTable()
         try:
-            with _fewer_collections:
+            with fewer_collections:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
         except ExceptionGroup as e:
@@ -198,7 +210,7 @@ class _FewerCollections:
             gc.set_threshold(*self._before)
 
 
-_fewer_collections = _FewerCollections()
+fewer_collections = _FewerCollections()
 
 
 def _key(t: Trajectory) -> tuple[str, str]:

@@ -122,9 +122,11 @@ class RunFolder:
 
 
 def settings_fingerprint(config: Config) -> str:
-    """Equal for equal settings, whatever the run is called and however long it goes on. Kept with every episode."""
+    """Equal for equal settings, whatever the run is called, however long it goes on and in how many processes. Kept with every episode."""
     text = replace(
-        config, run=RunSettings(seed=config.run.seed), rollout=replace(config.rollout, num_rollout=1)
+        config,
+        run=RunSettings(seed=config.run.seed),
+        rollout=replace(config.rollout, num_rollout=1, runner_processes=1),
     ).to_toml()
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel
 
-from agentrl.errors import ToolFailure, suggest
+from agentrl.errors import ContractError, ToolFailure, suggest
 from agentrl.images import carried_parts, is_image, parts_of
 from agentrl.pool import DeadlineError, Pool
 from agentrl.tool import ToolSpec
@@ -42,20 +42,30 @@ Keep = Callable[[str, bytes], None]
 class ToolLimiter:
     """The shared side of a tool: its pool of threads, its limit of calls at once, and its counts. One per tool name and runner."""
 
-    def __init__(self, spec: ToolSpec) -> None:
+    def __init__(self, spec: ToolSpec, processes: int = 1) -> None:
         limits = spec.limits
-        self.slots = asyncio.Semaphore(limits.max_concurrency)
-        self.pool = Pool(f"tool-{spec.name}", threads=min(limits.max_concurrency, 32), max_abandoned=limits.max_hung)
+        most = limits.max_concurrency // processes
+        if most < 1:
+            raise ContractError(
+                f"tool {spec.name} allows {limits.max_concurrency} calls at once over all episodes, too few to be shared by "
+                f"{processes} processes; give at most --runner-processes {limits.max_concurrency}, or the tool a higher max_concurrency"
+            )
+        self.slots = asyncio.Semaphore(most)
+        self.pool = Pool(f"tool-{spec.name}", threads=min(most, 32), max_abandoned=limits.max_hung)
         self.counts: Counter[str] = Counter()
         """calls, errors, timeouts, retries, cut"""
 
 
 class Toolbox:
-    """All tools of a run's environments, shared over episodes. Tools of the same name in two environments have limits of their own."""
+    """All tools of a run's environments, shared over episodes. Tools of the same name in two environments have limits of their own.
 
-    def __init__(self, keep: Keep | None = None) -> None:
+    Of several runner `processes` each has its share of the calls at once.
+    """
+
+    def __init__(self, keep: Keep | None = None, processes: int = 1) -> None:
         """`keep` is given every result that is cut, whole, under its SHA-256; it may block."""
         self.keep = keep
+        self._processes = processes
         self._limiters: dict[tuple[str, str], ToolLimiter] = {}
 
     @property
@@ -118,7 +128,7 @@ class Toolbox:
         fn = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)
         key = (spec.name, f"{fn.__module__}.{fn.__qualname__}")
         if key not in self._limiters:
-            self._limiters[key] = ToolLimiter(spec)
+            self._limiters[key] = ToolLimiter(spec, self._processes)
         return self._limiters[key]
 
     async def _attempts(

@@ -125,6 +125,13 @@ async def settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+async def until(condition: Callable[[], Any], within_s: float = 60) -> None:
+    """Wait for what no event tells."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 def call(name: str, **arguments: Any) -> str:
     """A Hermes tool call."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -68,7 +68,7 @@ async def attached(server: Running, kind: type[SGLangEngine] = SGLangEngine) -> 
     await engine.start()
     await engine.resume()
     await engine._call("/update_weight_version", {"new_version": "default", "abort_all_requests": True})
-    await engine._flush()
+    await engine.flush()
     try:
         yield engine
     finally:

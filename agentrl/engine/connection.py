@@ -12,6 +12,8 @@ import ssl
 from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
+_MAX_HEAD = 1 << 16
+
 
 class Answer(NamedTuple):
     """What a server said."""
@@ -136,21 +138,23 @@ class Connection(asyncio.Protocol):
         """It is gone."""
         if self._until_end and exc is None:
             self._done(self._buffer, b"")
-        begun = bool(self._buffer) or self._length >= 0
+        begun = bool(self._buffer) or self._length >= 0 or self._until_end
         self._fail(Lost(str(exc or "the server closed it"), begun=begun))
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> bool:
         """Take the head of an answer from the buffer; False if it is not all there."""
+        if not b"http/1.".startswith(self._buffer[:7].lower()):
+            raise ValueError(f"it begins with {self._buffer[:20]!r}")
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
+            if len(self._buffer) > _MAX_HEAD:
+                raise ValueError(f"its head is longer than {_MAX_HEAD} bytes")
             return False
         head = self._buffer[:end].lower()
         self._buffer = self._buffer[end + 4 :]
-        if not head.startswith(b"http/1."):
-            raise ValueError(f"it begins with {head[:20]!r}")
-        status = int(head[9:12])
+        status = _number(head[9:12], 10)
         if status < 200:  # 100 Continue: the answer proper follows
             return True
         self._status = status
@@ -160,7 +164,7 @@ class Connection(asyncio.Protocol):
         if b"chunked" in _header(head, b"transfer-encoding"):
             self._chunked, self._length = True, 0
         elif length:
-            self._length = int(length)
+            self._length = _number(length, 10)
         elif status in (204, 304):
             self._length = 0
         else:
@@ -191,6 +195,13 @@ def _header(head: bytes, name: bytes) -> bytes:
     return head[at : end if end >= 0 else None].strip()
 
 
+def _number(text: bytes, base: int) -> int:
+    """As `int`, of digits alone: no sign, no underscore, no prefix."""
+    if not text.isalnum() or b"x" in text.lower():
+        raise ValueError(f"{text[:20]!r} is no number")
+    return int(text, base)
+
+
 def unchunked(data: bytes) -> tuple[bytes, bytes] | None:
     """The body of a chunked answer and what follows it; None if it is not all there.
 
@@ -203,7 +214,7 @@ def unchunked(data: bytes) -> tuple[bytes, bytes] | None:
         line = data.find(b"\r\n", at)
         if line < 0:
             return None
-        size = int(data[at:line].split(b";", 1)[0], 16)
+        size = _number(data[at:line].split(b";", 1)[0].rstrip(), 16)
         at = line + 2
         if size == 0:
             end = data.find(b"\r\n\r\n", line) if data[at : at + 2] != b"\r\n" else line
@@ -212,3 +223,5 @@ def unchunked(data: bytes) -> tuple[bytes, bytes] | None:
             return None
         parts.append(data[at : at + size])
         at += size + 2
+        if data[at - 2 : at] != b"\r\n":
+            raise ValueError(f"a chunk of {size} bytes is longer than it says")

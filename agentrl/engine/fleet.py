@@ -62,12 +62,14 @@ class Fleet:
         self.recovery: Recovery | None = None
         self.causes: dict[str, int] = {}
         """why members were taken down, with counts"""
+        self.on_down: Callable[[str, Failure], None] | None = None
+        """told of every member that is taken down, by its address"""
         self._patience_s, self._start_timeout_s = patience_s, start_timeout_s
         self._where: dict[str, Member] = {}
         self._changed = asyncio.Condition()
         self._weights = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-        self._asleep = self._paused = self._closed = False
+        self._asleep = self._paused = self._closed = self._attached = False
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
@@ -77,6 +79,11 @@ class Fleet:
         Raises:
             EngineFailure: one did not; all are stopped.
         """
+        if not self._attached:
+            await self._bring_up()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _bring_up(self) -> None:
         try:
             for m in self.members:
                 if m.process is not None:
@@ -87,7 +94,12 @@ class Fleet:
             raise
         for m in self.members:
             m.state, m.why = "ready", ""
-        self._watcher = asyncio.create_task(self._watch())
+
+    def attach(self, policy_version: int) -> None:
+        """Before `start`: another fleet looks after the servers. This one gives no commands and no weights, it uses those that have this version."""
+        self._attached, self.policy_version = True, policy_version
+        for m in self.members:
+            m.engine.policy_version = policy_version
 
     async def close(self) -> None:
         """Stop our servers; external ones go on. Idempotent."""
@@ -105,7 +117,7 @@ class Fleet:
             await member.process.wait_ready(self._start_timeout_s)
         await member.engine.start()
 
-    async def _down(self, member: Member, failure: Failure) -> None:
+    def _down(self, member: Member, failure: Failure) -> None:
         """Take a member out; the watcher brings it back."""
         if member.state == "down" or self._closed:
             return
@@ -115,6 +127,14 @@ class Fleet:
         for session in member.sessions:
             self._where.pop(session, None)
         member.sessions.clear()
+        if self.on_down is not None:
+            self.on_down(member.engine.address, failure)
+
+    def suspect(self, address: str, failure: Failure) -> None:
+        """Somebody else who uses this server found it failing: take it out until the watcher has seen that it is well."""
+        for m in self.members:
+            if m.engine.address == address:
+                self._down(m, failure)
 
     async def _set(self, member: Member, state: str, why: str = "") -> None:
         async with self._changed:
@@ -130,9 +150,7 @@ class Fleet:
             while True:
                 for m in self.members:
                     if m.state != "down" and m.process is not None and not m.process.alive:
-                        await self._down(
-                            m, EngineFailure(f"the server at {m.engine.address} died", "engine: server died")
-                        )
+                        self._down(m, EngineFailure(f"the server at {m.engine.address} died", "engine: server died"))
                     if m.state != "ready" and (m not in busy or busy[m].done()):
                         busy[m] = asyncio.create_task(self._bring_back(m))
                 await asyncio.sleep(POLL_S)
@@ -165,6 +183,9 @@ class Fleet:
             member.spoilt = False
             return
         await member.engine.start()
+        if self._attached:
+            await member.engine.generate((1, 1), SamplingParams(1), session="")  # not `score`, which ends a pause
+            return
         await member.engine.resume()
         await member.engine.score((1, 1))  # proves that it generates, not only that it answers
 
@@ -217,7 +238,7 @@ class Fleet:
             return await member.engine.generate(ids, sampling, session=session, images=images)
         except EngineFailure as e:
             if e.cause.startswith("engine:") and not e.cause.startswith("engine: HTTP 4"):
-                await self._down(member, e)
+                self._down(member, e)
             raise
 
     async def _member_of(self, session: str) -> Member:
@@ -320,13 +341,13 @@ class Fleet:
                 await self._set(m, "ready")
             else:
                 m.spoilt = True
-                await self._down(m, _as_failure(failed[m.engine.address]))
+                self._down(m, _as_failure(failed[m.engine.address]))
 
     async def _on_each(self, members: Sequence[Member], what: Callable[[SGLangEngine], Awaitable[Any]]) -> None:
         failed = await _failures([m.engine for m in members], what)
         for m in members:
             if m.engine.address in failed:
-                await self._down(m, _as_failure(failed[m.engine.address]))
+                self._down(m, _as_failure(failed[m.engine.address]))
 
 
 async def _failures(engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]) -> dict[str, str]:

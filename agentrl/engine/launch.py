@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +20,10 @@ LOG_LINES = 20
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 1.0
 POLL_S = 0.05
+_DIE_WITH_PARENT = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""becomes the server, after it has asked the kernel (PR_SET_PDEATHSIG) to end it with us; a function run between fork and exec could deadlock"""
 
 
 class ServerProcess:
@@ -34,13 +38,12 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                self.command,
+                [sys.executable, "-ISc", _DIE_WITH_PARENT, *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 env=self.env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
 
     @property
@@ -121,7 +124,3 @@ async def _healthy(session: aiohttp.ClientSession, address: str) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -269,7 +269,7 @@ class SGLangEngine:
                 "engine busy",
             )
         if facts.memory_saver and not self._asleep:
-            await self._flush()
+            await self.flush()
             await self._call("/release_memory_occupation", {"tags": list(tags)})
         self._asleep = True
 
@@ -332,7 +332,7 @@ class SGLangEngine:
         """
         if self.facts.brackets:
             await self._call("/end_weight_update", {})
-        await self._flush()
+        await self.flush()
         await self._call("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
         await self._took(policy_version)
 
@@ -356,6 +356,13 @@ class SGLangEngine:
         answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
         pairs = answer["meta_info"]["input_token_logprobs"]
         return [float(p[0]) for p in pairs[1:]]
+
+    async def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """The likeliest continuation by the weights that the server has now, whatever their version."""
+        params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": list(ids), "sampling_params": params}
+        answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
+        return [int(i) for i in answer["output_ids"]]
 
     async def give_up(self) -> None:
         """Have the paused server answer everything that it has; requests without a sampled token will be asked again.
@@ -403,7 +410,7 @@ class SGLangEngine:
             raise EngineFailure(f"{self.address}{path}: {answer.get('message')}", f"engine: {path.strip('/')} refused")
         return answer
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         """Drop the prefix cache; for a moment after the last answer the server may still count it as running."""
         for wait_s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
             if await self._idle():

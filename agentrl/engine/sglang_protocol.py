@@ -16,7 +16,7 @@ from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.images import Placed
 from agentrl.types import FinishReason
 
-TESTED = ("0.5.23",)
+TESTED = ("0.5.17", "0.5.23")
 """on a CPU; what 0.5.17 does otherwise (no brackets around weight updates) is known and followed, but no whole run was made on it"""
 _INTS, _FLOATS = frozenset((int,)), frozenset((float,))
 _SHARED: dict[int, int] = {}

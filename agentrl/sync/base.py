@@ -14,7 +14,7 @@ from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
-from agentrl.sync.verify import Expected, compare, expect
+from agentrl.sync.verify import Expected, compare, expect, probe_ids
 from agentrl.train.base import Trainer
 
 
@@ -36,6 +36,8 @@ class WeightSync:
         """sent in the last sync, where it is known"""
         self.lent = False
         """the engine's memory is the trainer's now (colocated)"""
+        self._probe: list[int] = [0, 0]
+        """ids whose log-probs are compared after a sync"""
 
     async def sync(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
         """Bring the trainer's weights to the engine.
@@ -60,10 +62,15 @@ class WeightSync:
         """Both sides have started: see to it that an engine that comes back later gets the weights that count."""
         if isinstance(engine, Fleet):
             engine.recovery = lambda: self.current(trainer)
+            self._probe = await probe_ids(engine)
 
     def metrics(self) -> dict[str, float]:
         """What a run reports of the last sync, besides seconds."""
         return {} if self.difference is None else {"sync/log_prob_diff_max": self.difference}
+
+    def memory(self) -> dict[str, float]:
+        """Free memory at the stages of the last cycle, MiB, where engine and trainer share cards."""
+        return {}
 
     async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
         """Give the engine's memory to the trainer, where they share cards. `keep_weights`: the engine's weights stay."""
@@ -80,7 +87,7 @@ class WeightSync:
     async def expected(self, trainer: Any, engine: Fleet) -> Expected:
         """What the engines must say if they have the trainer's weights."""
         with self.clock("verify_s"):
-            return await expect(trainer, engine)
+            return await expect(trainer, engine, self._probe)
 
     async def verify(self, engines: Sequence[SGLangEngine], expected: Expected) -> dict[str, str]:
         """The engines that have other weights, by address, with the reason."""

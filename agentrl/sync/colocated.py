@@ -36,9 +36,9 @@ class ColocatedSync(WeightSync):
         self.free_mib: dict[str, int] = {}
         """free memory of the first card at each stage of the last cycle"""
 
-    def metrics(self) -> dict[str, float]:
-        """See `WeightSync.metrics`; with the free memory at each stage."""
-        return {**super().metrics(), **{f"free_mib/{k.replace(' ', '_')}": v for k, v in self.free_mib.items()}}
+    def memory(self) -> dict[str, float]:
+        """See `WeightSync.memory`: the free memory of the first card at each stage of the last cycle."""
+        return {f"free_mib/{k.replace(' ', '_')}": v for k, v in self.free_mib.items()}
 
     async def update(self, trainer: Any, engine: Engine, policy_version: int) -> None:
         """Wake the weights' memory, send, leave the card, wake the rest, verify."""

@@ -28,15 +28,24 @@ class Bucket:
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     used: int = 0
+    _sources: list[Tensor] = field(default_factory=list)
+    _targets: list[Tensor] = field(default_factory=list)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor; there must be room."""
-        part = self.flat[self.used : self.used + tensor.nbytes]
-        part.view(tensor.dtype).copy_(tensor.reshape(-1))
+    def add(self, name: str, tensor: Tensor, shape: list[int]) -> None:
+        """Append a tensor, which `shape` has flattened or not; there must be room. It is copied by `fill`."""
+        end = self.used + tensor.nbytes
+        self._sources.append(tensor)
+        self._targets.append(self.flat[self.used : end].view(tensor.dtype).view(tensor.shape))
         self.names.append(name)
-        self.dtypes.append(str(tensor.dtype).removeprefix("torch."))
-        self.shapes.append(list(tensor.shape))
-        self.used += tensor.nbytes
+        self.dtypes.append(_NAMES[tensor.dtype])
+        self.shapes.append(shape)
+        self.used = end
+
+    def fill(self) -> Bucket:
+        """Copy what was added, all at once."""
+        torch._foreach_copy_(self._targets, self._sources)
+        self._sources, self._targets = [], []
+        return self
 
     def fits(self, tensor: Tensor) -> bool:
         """There is room, and the offset suits the dtype."""
@@ -48,23 +57,37 @@ class Bucket:
         return self.flat[: self.used]
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], size: int, *, shared: bool) -> Iterator[Bucket]:
-    """Pack tensors into buckets of `size` bytes; a tensor that is larger has one of its own.
+class Names(dict[torch.dtype, str]):
+    """torch's names of dtypes, as JSON and getattr(torch, …) take them."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+_NAMES = Names()
+FIRST = 8
+"""the first bucket is so many times smaller: the receiver has something to do while the second is packed"""
+
+
+@torch.no_grad()
+def buckets(tensors: Iterable[tuple[str, Tensor, list[int]]], size: int, *, shared: bool) -> Iterator[Bucket]:
+    """Pack (name, tensor, final shape) into buckets of `size` bytes; a tensor that is larger has one of its own.
 
     Every bucket has memory of its own: the receiver may still read one when its answer is here, and the allocator knows that. `shared`:
     CPU memory that another process can map.
     """
     current: Bucket | None = None
-    for name, tensor in tensors:
+    room = size // FIRST
+    for name, tensor, shape in tensors:
         if current is not None and not current.fits(tensor):
-            yield current
-            current = None
+            yield current.fill()
+            current, room = None, size
         if current is None:
-            flat = torch.empty(max(size, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
+            flat = torch.empty(max(room, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
             current = Bucket(flat.share_memory_() if shared and not flat.is_cuda else flat)
-        current.add(name, tensor)
+        current.add(name, tensor, shape)
     if current is not None:
-        yield current
+        yield current.fill()
 
 
 def serialise(bucket: Bucket) -> str:

@@ -100,18 +100,31 @@ def to_megatron(tensors: Sequence[Tensor], kind: str, layout: Layout, rank: int,
 
 
 def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: Layout) -> list[Tensor]:
-    """The inverse of `to_megatron`, from the shards of all tensor-parallel ranks in order."""
+    """The inverse of `to_megatron`, from the shards of all tensor-parallel ranks in order.
+
+    Of a single shard they are views. What is cut out of a joined q, k, v keeps the key-value heads as a dimension of its own, in
+    front; `whole` gives every tensor the shape it has in a Hugging Face folder.
+    """
     if kind == "copy":
         return [shards[0]]
     if kind == "columns":
-        return [torch.cat(list(shards), 1)]
+        return [_join(shards, 1)]
     if kind == "glu":
-        return [torch.cat(halves) for halves in zip(*(s.chunk(2, 0) for s in shards), strict=True)]
-    full = torch.cat(list(shards))
+        return [_join(halves) for halves in zip(*(s.chunk(2, 0) for s in shards), strict=True)]
+    full = _join(shards)
     if kind == "vocab":
         return [full[: layout.vocab_size]]
     d, q = layout.head_dim, layout.queries_per_group
-    return [t.flatten(0, 1) for t in full.view(layout.groups, (q + 2) * d, *full.shape[1:]).split([q * d, d, d], 1)]
+    return list(full.view(layout.groups, (q + 2) * d, *full.shape[1:]).split([q * d, d, d], 1))
+
+
+def whole(tensor: Tensor, kind: str) -> Tensor:
+    """A tensor of `to_hugging_face` in its final shape."""
+    return tensor.flatten(0, 1) if kind == "qkv" else tensor
+
+
+def _join(shards: Sequence[Tensor], dimension: int = 0) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dimension)
 
 
 class HuggingFaceWeights:
@@ -175,6 +188,15 @@ def gather(
 
     `value` says what to take of a parameter: itself, or its gradient. A tied output layer is left out where the embedding is written.
     """
+    for where, name, tensor in gather_parts(model, layout, group, value):
+        yield name, whole(tensor, where.kind)
+
+
+@torch.no_grad()
+def gather_parts(
+    model: Any, layout: Layout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
+) -> Iterator[tuple[Source, str, Tensor]]:
+    """`gather` without the last step, `whole`: without tensor parallelism nothing is copied."""
     for name, parameter in named_parameters(model):
         if name == "output_layer.weight" and layout.tied:
             continue
@@ -184,4 +206,5 @@ def gather(
         if group.size() > 1 and where.kind != "copy":
             shards = [torch.empty_like(mine) for _ in range(group.size())]
             torch.distributed.all_gather(shards, mine, group=group)
-        yield from zip(where.names, to_hugging_face(shards, where.kind, layout), strict=True)
+        for target, tensor in zip(where.names, to_hugging_face(shards, where.kind, layout), strict=True):
+            yield where, target, tensor

@@ -30,26 +30,49 @@ def _tensors(built: Built) -> Iterator[tuple[Tensor, bool]]:
             yield from ((t, True) for t in state.values() if isinstance(t, Tensor) and t.is_cuda)
 
 
-class Parked:
-    """The content of a rank's GPU memory, on the CPU."""
+class Parking:
+    """Where a rank's GPU memory goes while the engine has the card. The host's side is page-locked and kept for the next time."""
 
     def __init__(self, built: Built) -> None:
-        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None, int]] = {}
+        self._built = built
+        self._gone: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        """storages that are empty now, their sizes, and their content where it matters"""
+        self._host: dict[int, Tensor] = {}
+        """by place in the order of `_tensors`, which is always the same"""
+
+    def park(self) -> None:
+        """Give the memory back."""
+        if self._gone:
+            return
         torch.cuda.synchronize()
-        for tensor, matters in _tensors(built):
+        seen: set[int] = set()
+        for place, (tensor, matters) in enumerate(_tensors(self._built)):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() in self._kept or not storage.nbytes():
+            if storage.data_ptr() in seen or not storage.nbytes():
                 continue
-            self._kept[storage.data_ptr()] = (storage, storage.cpu() if matters else None, storage.nbytes())
-        for storage, _, _ in self._kept.values():
+            seen.add(storage.data_ptr())
+            self._gone.append((storage, storage.nbytes(), self._copy(place, storage) if matters else None))
+        torch.cuda.synchronize()
+        for storage, _, _ in self._gone:
             storage.resize_(0)
         torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Put everything back."""
-        for storage, content, size in self._kept.values():
+        for storage, size, content in self._gone:
             storage.resize_(size)
             if content is not None:
-                storage.copy_(content)
-        self._kept = {}
+                _bytes(storage).copy_(content, non_blocking=True)
+        self._gone = []
         torch.cuda.synchronize()
+
+    def _copy(self, place: int, storage: torch.UntypedStorage) -> Tensor:
+        host = self._host.get(place)
+        if host is None or host.numel() != storage.nbytes():
+            host = self._host[place] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        return host.copy_(_bytes(storage), non_blocking=True)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """A storage as a flat tensor that shares it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -22,7 +22,7 @@ from agentrl.train.base import LossConfig, Row
 from agentrl.train.batch import MicroBatch, collate
 from agentrl.train.convert import HuggingFaceWeights, gather
 from agentrl.train.loss import token_loss, vocab_parallel_log_probs
-from agentrl.train.memory import Parked
+from agentrl.train.memory import Parking
 from agentrl.train.model import DTYPES, Built, build
 from agentrl.train.send import Sender
 from agentrl.train.shape import read_shape
@@ -50,7 +50,7 @@ class TrainerRank:
             16 if self.device.type == "cuda" else 1
         )
         self.steps = 0
-        self._parked: Parked | None = None
+        self._parking = Parking(self.built) if self.device.type == "cuda" else None
         self._sender = Sender(self.built, self.device)
 
     @property
@@ -209,11 +209,10 @@ class TrainerRank:
 
     def offload(self) -> None:
         """Give GPU memory back; nothing on the CPU."""
-        if self._parked is None and self.device.type == "cuda":
-            self._parked = Parked(self.built)
+        if self._parking is not None:
+            self._parking.park()
 
     def onload(self) -> None:
         """Take it again."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        if self._parking is not None:
+            self._parking.restore()

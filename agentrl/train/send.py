@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from agentrl.train.buckets import Bucket, buckets, serialise
-from agentrl.train.convert import gather
+from agentrl.train.convert import gather, gather_parts
 from agentrl.train.delivery import Sent, Target
 from agentrl.train.fused import checksums
 from agentrl.train.model import Built
@@ -47,16 +47,32 @@ class Sender:
         self.copy = parallel_state.get_data_parallel_rank()
         self.speaks = self.copy == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._views: list[tuple[str, Tensor, list[int]]] = []
+        self._places: list[int] = []
+        """the storages of the parameters that the views look into"""
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return gather(self.built.model, self.built.layout, group, lambda p: p.data)
+    def _weights(self) -> Iterable[tuple[str, Tensor, list[int]]]:
+        """Names, tensors, shapes. Without tensor parallelism they are views of the parameters, made once and kept while those stay where they are."""
+        built, group = self.built, parallel_state.get_tensor_model_parallel_group()
+        places = [p.data.untyped_storage()._cdata for p in built.model.parameters()]
+        if self._views and self._places == places:
+            return self._views
+        parts = gather_parts(built.model, built.layout, group, lambda p: p.data)
+        found = ((name, t, _shape(t, where.kind)) for where, name, t in parts)
+        if group.size() > 1:
+            return found
+        views, stay = list(found), set(places)
+        if all(t.untyped_storage()._cdata in stay for _, t, _ in views):
+            self._views, self._places = views, places
+        return views
 
     def checksums(self) -> dict[str, str] | None:
         """A checksum of every parameter under the names, and in the joined form, in which a server has them."""
         if self.copy:
             return None
-        found = checksums(self._weights(), self.built.layout.vocab_size)
+        group = parallel_state.get_tensor_model_parallel_group()
+        tensors = gather(self.built.model, self.built.layout, group, lambda p: p.data)
+        found = checksums(tensors, self.built.layout.vocab_size)
         return found if self.speaks else None
 
     def tensors(self, targets: Sequence[Target], bucket_bytes: int, timeout_s: float) -> Sent | None:
@@ -167,6 +183,12 @@ class Sender:
         if self.group is not None:
             self.group.close()
         self.group, self.targets = None, []
+
+
+def _shape(tensor: Tensor, kind: str) -> list[int]:
+    """What `whole` makes of it."""
+    first, *rest = tensor.shape
+    return [first * rest[0], *rest[1:]] if kind == "qkv" else [first, *rest]
 
 
 class Courier:

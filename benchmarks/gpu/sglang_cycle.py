@@ -17,6 +17,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,24 @@ import aiohttp
 import numpy as np
 import orjson
 
-from agentrl.engine.base import SamplingParams
+from agentrl import Env
+from agentrl.engine.base import Generation, SamplingParams
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_install import find_installation
+from agentrl.episode import EpisodeRunner, Limits
+from agentrl.render import Renderer, Tokenizer, make_renderer
+from agentrl.reward import Scorer
+from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.store import EpisodeWriter
 from agentrl.sync.base import WeightSync
 from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.split import SplitSync
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import MegatronTrainer
+from agentrl.types import Action, EpisodeSpec, FinishReason, StepResult, Task
 
 FLAGS = {
     "attention_backend": "triton",
@@ -75,7 +84,7 @@ class Bench:
 
 def fleet_on(args: argparse.Namespace, number: int) -> Fleet:
     installation = find_installation(sys.executable, [args.engine_pythonpath] if args.engine_pythonpath else [])
-    flags = {**FLAGS, "mem_fraction_static": 0.4, "port": PORTS[number]}
+    flags = {**FLAGS, "mem_fraction_static": args.mem_fraction, "port": PORTS[number]}
     spec = LaunchSpec(args.model, "bfloat16", 8192, first_gpu=number, memory_saver=number == 0, args=flags)
     check_spec(spec, installation)
     address = f"http://127.0.0.1:{PORTS[number]}"
@@ -113,14 +122,15 @@ def probe(args: argparse.Namespace, script: str, pattern: str, port: int) -> lis
 async def syncs(
     sync: WeightSync, trainer: Any, fleet: Fleet, batch: list[Row], version: list[int], *, cycle: bool
 ) -> list[dict[str, Any]]:
-    """REPEATS times: a step, a sync. `cycle`: engine and trainer have the card in turns."""
+    """REPEATS times: a step (unless there are no rows), a sync. `cycle`: engine and trainer have the card in turns."""
     out = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         if cycle:
             await sync.lend(trainer, fleet)
         lent = time.perf_counter()
-        await asyncio.to_thread(trainer.step, batch, LossConfig(kind="sft"), 1e-4)
+        if batch:
+            await asyncio.to_thread(trainer.step, batch, LossConfig(kind="sft"), 1e-4)
         stepped = time.perf_counter()
         version[0] += 1
         await sync.sync(trainer, fleet, version[0])
@@ -136,7 +146,7 @@ async def syncs(
                 "GB/s": round(rate, 1),
                 "log_prob_diff_max": sync.difference,
                 **seconds,
-                **sync.metrics(),
+                **sync.memory(),
             }
         )
     return out
@@ -179,23 +189,72 @@ async def differences(trainer: Any, fleet: Fleet, model: Path, vocab: int) -> di
     }
 
 
-TURNS, SAMPLED, OBSERVED, PROMPT, EPISODES = 4, 64, 32, 256, 256
+TURNS, SAMPLED, EPISODES = 4, 64, 256
+WORDS = "river census capital harbour treaty island export railway border climate parliament currency mountain festival".split()
 
 
-async def product(fleet: Fleet, draw: random.Random, vocab: int) -> tuple[float, list[list[list[int]]]]:
-    """256 multi-turn episodes through the fleet; tokens/s and every context that was sent."""
-    contexts: list[list[list[int]]] = [[] for _ in range(EPISODES)]
+def words(draw: random.Random, count: int) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(count))
 
-    async def episode(n: int) -> None:
-        ids = [draw.randrange(10, vocab) for _ in range(PROMPT)]
-        for _ in range(TURNS):
-            contexts[n].append(list(ids))
-            g = await fleet.generate(ids, SamplingParams(SAMPLED, ignore_eos=True), session=f"{id(contexts)}-{n}")
-            ids = [*ids, *g.ids, *(draw.randrange(10, vocab) for _ in range(OBSERVED))]
 
+class Endless:
+    """The fleet, of whose answers it says that they ended by themselves: a model of random weights never ends one."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fleet, name)
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> Generation:
+        answer = await self.fleet.generate(ids, sampling, **more)
+        return replace(answer, finish_reason=FinishReason.STOP)
+
+
+class Talk(Env):
+    """Four turns; the policy's words are random, and so are the answers."""
+
+    def __init__(self) -> None:
+        self.draw = random.Random(0)
+
+    async def reset(self, task: Task, *, seed: int) -> str:
+        self.draw.seed(seed)
+        return words(self.draw, 220)
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(words(self.draw, 30), terminated=False)
+
+
+async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> tuple[float, list[list[list[int]]]]:
+    """256 episodes at once by agentrl's runner, recorded; sampled tokens/s and every context that was sent."""
+    limits = Limits(max_turns=TURNS, max_response_tokens=4096, context_length=8192, max_tokens_per_turn=SAMPLED)
+    sampling = SamplingParams(SAMPLED, ignore_eos=True)
+    engine: Any = Endless(fleet)
+    runner = EpisodeRunner(Talk, Talk, engine, renderer, Scorer([]), limits=limits, sampling=sampling, seed=seed)
+    specs = [[EpisodeSpec(Task(str(n), ""), n, n)] for n in range(EPISODES)]
+    writer = EpisodeWriter(folder / f"talk{seed}")
     started = time.perf_counter()
-    await asyncio.gather(*(episode(n) for n in range(EPISODES)))
-    return EPISODES * TURNS * SAMPLED / (time.perf_counter() - started), contexts
+    rollout = Rollout(runner, RolloutLimits(concurrency=EPISODES, min_group_size=1))
+    groups, table = await rollout.run(specs, progress=writer.write)
+    writer.close()
+    seconds = time.perf_counter() - started
+    runner.close()
+    if table.failures:
+        raise RuntimeError(str(table))
+    trajectories = [t for g in groups for t in g.trajectories]
+    contexts = []
+    for t in trajectories:
+        ids: list[int] = []
+        sent: list[list[int]] = []
+        for span in t.segments[0].spans:
+            if span.log_probs is not None:
+                sent.append(list(ids))
+            ids += span.ids
+        contexts.append(sent)
+    sampled = sum(t.sampled_tokens for t in trajectories)
+    if sampled != EPISODES * TURNS * SAMPLED or {len(c) for c in contexts} != {TURNS}:
+        raise RuntimeError(f"{sampled} tokens were sampled in {[len(c) for c in contexts][:8]} … turns")
+    return sampled / seconds, contexts
 
 
 async def raw(address: str, contexts: list[list[list[int]]]) -> float:
@@ -219,19 +278,21 @@ async def raw(address: str, contexts: list[list[list[int]]]) -> float:
         return EPISODES * TURNS * SAMPLED / (time.perf_counter() - started)
 
 
-async def throughput(fleet: Fleet, vocab: int) -> dict[str, Any]:
-    """Alternating runs; the cache is flushed before each."""
+async def throughput(fleet: Fleet, renderer: Renderer, folder: Path) -> dict[str, Any]:
+    """Alternating runs, the cache flushed before each; the first of each is a warm-up."""
     ours, theirs = [], []
     engine = fleet.members[0].engine
     for n in range(4):
-        await engine._flush()
-        rate, contexts = await product(fleet, random.Random(n), vocab)
-        await engine._flush()
+        await engine.flush()
+        rate, contexts = await product(fleet, renderer, n, folder)
+        await engine.flush()
         base = await raw(engine.address, contexts)
-        if n:  # the first is a warm-up
+        if n:
             ours.append(round(rate))
             theirs.append(round(base))
-    return {"fleet_tok_s": ours, "raw_tok_s": theirs, "ratio_of_medians": sorted(ours)[1] / sorted(theirs)[1]}
+    tokens = sum(len(c[-1]) for c in contexts) / EPISODES
+    found = {"runner_tok_s": ours, "raw_tok_s": theirs, "last_context_tokens": round(tokens)}
+    return {**found, "ratio_of_medians": sorted(ours)[1] / sorted(theirs)[1]}
 
 
 async def main() -> None:
@@ -241,6 +302,13 @@ async def main() -> None:
     parser.add_argument("--probes", type=Path)
     parser.add_argument("--engine-pythonpath")
     parser.add_argument("--split", action="store_true", help="also on a second card")
+    parser.add_argument(
+        "--mem-fraction", type=float, default=0.4, help="of the card, for an engine's weights and cache"
+    )
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument(
+        "--sync-only", action="store_true", help="no steps, no turns: for a model whose optimizer has no room"
+    )
     parser.add_argument("--contract", action="store_true", help="run tests/test_sglang.py against the first server")
     args = parser.parse_args()
     bench = Bench(args)
@@ -272,7 +340,7 @@ async def main() -> None:
 
 
 async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: list[Fleet], vocab: int) -> None:
-    batch, version = rows(vocab), [0]
+    batch, version = [] if args.sync_only else rows(vocab), [0]
     first = fleets[0]
     if args.contract:
         await bench.part("contract", contract(args, first))
@@ -281,12 +349,14 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
             "colocated_probe",
             asyncio.to_thread(probe, args, "sync.py", r"ipc sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s", PORTS[0]),
         )
-    sync = ColocatedSync(bucket_bytes=512 << 20)
+    sync = ColocatedSync(bucket_bytes=args.bucket_mib << 20, memory_in_turns=not args.sync_only)
     await sync.begin(trainer, first)
     first.policy_version = -1  # whatever the probe left is not ours
-    await bench.part("colocated", syncs(sync, trainer, first, batch, version, cycle=True))
-    await bench.part("differences", differences_on(sync, trainer, first, args.model, vocab))
-    await bench.part("throughput", throughput(first, vocab))
+    await bench.part("colocated", syncs(sync, trainer, first, batch, version, cycle=not args.sync_only))
+    if not args.sync_only:
+        await bench.part("differences", differences_on(sync, trainer, first, args.model, vocab))
+        renderer = make_renderer(Tokenizer.load(args.model))
+        await bench.part("throughput", throughput(first, renderer, args.out))
     sync.close()
     if len(fleets) > 1:
         if args.probes:
@@ -301,7 +371,8 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
                 ),
             )
         await asyncio.to_thread(trainer.onload)
-        split, version = SplitSync(bucket_bytes=512 << 20, timeout_s=60), [100]
+        split, version = SplitSync(bucket_bytes=args.bucket_mib << 20, timeout_s=60), [100]
+        await split.begin(trainer, fleets[1])
         await bench.part("split", syncs(split, trainer, fleets[1], batch, version, cycle=False))
         split.close()
 

@@ -1,17 +1,21 @@
 """The table: agentrl's runner beside the raw floor client, the same work against the same mock engine, run in turns, medians.
 
-python -m benchmarks.overhead [--repeats 5] [--quick] [--write]
+    python -m benchmarks.overhead [--repeats 5] [--quick] [--write] [--raw-script FILE]
+
+`--raw-script` puts somebody else's raw client beside ours, in turns and against the same mock: how much our floor is theirs.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead.assets import load
-from benchmarks.overhead.processes import Mock, Process
+from benchmarks.overhead.processes import Mock, Process, Script
 from benchmarks.overhead.results import keep
 
 CASES = ((512, 4, 64), (512, 4, 256), (64, 32, 64))
@@ -26,21 +30,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one repeat of the first case")
     parser.add_argument("--write", action="store_true", help="keep in benchmarks/results/overhead_cpu.{json,md}")
+    parser.add_argument(
+        "--raw-script", type=Path, metavar="FILE", help="a raw client to compare ours with; see processes.Script"
+    )
+    parser.add_argument("--raw-variant", default="aiohttp", help="its --variant")
+    parser.add_argument("--raw-response-id", type=int, default=151665, help="its token <tool_response>")
+    parser.add_argument("--clients", nargs="+", default=list(CLIENTS), choices=list(CLIENTS))
     args = parser.parse_args()
     load()
     repeats, cases = (1, CASES[:1]) if args.quick else (args.repeats, CASES)
-    found = {f"{e}x{t}@{c}": measure(e, t, c, repeats) for e, t, c in cases}
+    found = {f"{e}x{t}@{c}": measure(e, t, c, repeats, args) for e, t, c in cases}
     text = "\n\n".join(table(name, runs) for name, runs in found.items())
     print(text)
     if args.write:
-        keep("per turn", "make bench-overhead ARGS=--write", found, text)
+        section = "per turn" if args.raw_script is None else f"the floor beside {args.raw_script.name}"
+        keep(section, shlex.join(["python", "-m", "benchmarks.overhead", *sys.argv[1:]]), found, text)
 
 
-def measure(episodes: int, turns: int, concurrency: int, repeats: int) -> dict[str, Runs]:
+def measure(episodes: int, turns: int, concurrency: int, repeats: int, args: argparse.Namespace) -> dict[str, Runs]:
     """All clients in turns, `repeats` times, after one run of each that does not count."""
-    runs: dict[str, Runs] = {name: [] for name in CLIENTS}
-    with Mock(turns) as mock:
-        workers = {name: Process("worker", *how) for name, how in CLIENTS.items()}
+    with Mock(turns, 50, 0.0, f"--response-id={args.raw_response_id}") as mock:
+        workers: dict[str, Process | Script] = {name: Process("worker", *CLIENTS[name]) for name in args.clients}
+        if args.raw_script is not None:
+            workers["raw script"] = Script(args.raw_script, args.raw_variant)
+        runs: dict[str, Runs] = {name: [] for name in workers}
         try:
             for i in range(repeats + 1):
                 for name, worker in workers.items():

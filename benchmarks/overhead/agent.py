@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import ToolEnv, Trajectory, reward, tool
-from agentrl.engine.base import SamplingParams
+from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.pool import pure
@@ -58,12 +58,14 @@ class Search(ToolEnv):
         return document(Search.calls)
 
 
-def make_runner(address: str, renderer: Renderer, turns: int, env: type[ToolEnv] = Search) -> EpisodeRunner:
-    """Put together as a job does it."""
+def make_runner(
+    address: str, renderer: Renderer, turns: int, env: type[ToolEnv] = Search, engine: Engine | None = None
+) -> EpisodeRunner:
+    """Put together as a job does it; on this engine, else on one at the address."""
     return EpisodeRunner(
         env,
         env,
-        SGLangEngine(address, context_length=CONTEXT),
+        engine or SGLangEngine(address, context_length=CONTEXT),
         renderer,
         Scorer(resolve_rewards(env.rewards)),
         limits=Limits(max_turns=turns + 1, max_response_tokens=CONTEXT - 4096, context_length=CONTEXT),

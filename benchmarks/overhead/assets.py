@@ -1,22 +1,39 @@
 """What the mock engine says and the tool returns, with the real Qwen vocabulary: built once, kept under build/overhead.
 
 The vocabulary is `qwen.tiktoken` of the `dashscope` wheel and the chat template `qwen2_5.jinja` of the `trl` wheel; both are needed for
-tests and benchmarks only (`make bench-overhead` puts them into build/overhead/packages).
+tests and benchmarks only (`make bench-overhead` puts them into build/overhead/packages). Where they are not, on a machine without internet,
+it is the vocabulary of the embedded policy (2,042 entries) and a template like Qwen's: the same counts of tokens, other ids.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.types import Message
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "overhead"
+EMBEDDED = ROOT / "agentrl" / "assets" / "search_r1_3m" / "tokenizer.json"
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\\n' + messages[0]['content'] + '\\n\\n# Tools' }}
+{%- for t in tools %}{{ '\\n' + (t | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m['role'] == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + m['content'] + '\\n</tool_response><|im_end|>\\n' }}
+{%- elif not (tools and loop.first) %}{{ '<|im_start|>' + m['role'] + '\\n' + (m['content'] or '') }}
+{%- for c in m['tool_calls'] or [] %}{{ '\\n<tool_call>\\n' + (c['function'] | tojson) + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""for the embedded policy's vocabulary"""
 TURN_TOKENS = 64
 DOCUMENT_TOKENS = 100
 SYSTEM = "You are a careful research assistant. Use the search tool until you know the answer, then reply with <answer>...</answer>."
@@ -48,6 +65,7 @@ class Assets:
     response_id: int
     """the token `<tool_response>`: as many as turns went before"""
     end_id: int
+    vocabulary: str = "qwen"
 
 
 def question(i: int) -> str:
@@ -74,17 +92,11 @@ def make_agent_renderer() -> Renderer:
 
 def build(file: Path) -> None:
     """Make the tokenizer's folder and the script."""
-    sys.path[:0] = [str(BUILD / "packages"), str(ROOT / "tests" / "render")]
-    from template_models import BY_NAME, template_source
-    from template_models import tokenizer as real
-
     folder = BUILD / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = real("chatml", None)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(template_source(BY_NAME["chatml"]), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    renderer = make_renderer(Tokenizer.load(folder), "hermes")
+    vocabulary = _build_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    renderer = make_renderer(tokenizer, "hermes")
     document = [_document(tokenizer, i) for i in range(64)]
     messages: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(0)}]
     schema = {"query": {"type": "string", "description": "what to search for"}}
@@ -105,8 +117,27 @@ def build(file: Path) -> None:
         prompt=list(prompt),
         response_id=tokenizer.added["<tool_response>"],
         end_id=renderer.end_id,
+        vocabulary=vocabulary,
     )
     file.write_text(json.dumps(vars(assets)))
+
+
+def _build_tokenizer(folder: Path) -> str:
+    """Qwen's if the packages are there, else from what is in the repository; which."""
+    sys.path[:0] = [str(BUILD / "packages"), str(ROOT / "tests" / "render")]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    if importlib.util.find_spec("dashscope") and importlib.util.find_spec("trl"):
+        from template_models import BY_NAME, template_source
+        from template_models import tokenizer as real
+
+        real("chatml", None).backend.save(str(folder / "tokenizer.json"))
+        (folder / "chat_template.jinja").write_text(template_source(BY_NAME["chatml"]), encoding="utf-8")
+        return "qwen"
+    backend = Backend.from_file(str(EMBEDDED))
+    backend.add_tokens([AddedToken(t, normalized=False) for t in TAGS])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.lstrip(), encoding="utf-8")
+    return "search_r1_3m"
 
 
 def _call(k: int) -> str:
@@ -118,12 +149,14 @@ def _turn(tokenizer: Tokenizer, begin: str, end: str) -> dict[str, Any]:
     """64 tokens of text that begins and ends so, with the word 'carefully' split where the tokenizer would not."""
     for n in range(200):
         text = begin + "".join(f" {_FILL[i % len(_FILL)]}" for i in range(n)) + end
-        cut = text.index(" carefully") + 6
-        ids = tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:])
+        whole = tokenizer.encode(text)
+        word = text.index(" carefully")
+        splits = (tokenizer.encode(text[: word + k]) + tokenizer.encode(text[word + k :]) for k in (6, 5, 4, 3, 7, 2))
+        ids = next(s for s in splits if s != whole)
         if len(ids) >= TURN_TOKENS - 1:
             break
-    if tokenizer.decode(ids) != text or ids == tokenizer.encode(text):
-        raise RuntimeError("the split word does not read back, or is no split")
+    if tokenizer.decode(ids) != text:
+        raise RuntimeError("the split word does not read back")
     return {"text": text, "ids": [*ids, tokenizer.added["<|im_end|>"]]}
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.overhead.mock --turns 4 --latency-ms 50 [--port 0] [--drop 0.01]
 
-Turn k (k = `<tool_response>` tokens in the context) is a tool call while k < turns - 1, else the answer. Answers come after a fixed
-latency, whatever the load. `--drop` is the share of requests whose connection is closed instead of answered. It prints its port.
+Turn k (k = `<tool_response>` tokens in the context, of this vocabulary's id or of `--response-id`) is a tool call while k < turns - 1, else the
+answer. Answers come after a fixed latency, whatever the load. `--drop` is the share of requests whose connection is closed instead of answered.
+It prints its port.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ _INFO = {
 class Mock:
     """The script and the counts."""
 
-    def __init__(self, assets: Assets, turns: int, latency_s: float, drop: float) -> None:
-        self.assets = assets
+    def __init__(
+        self, assets: Assets, turns: int, latency_s: float, drop: float, response_id: int | None = None
+    ) -> None:
+        self.response_ids = {assets.response_id, response_id or assets.response_id}
         self.turns = turns
         self.latency_s = latency_s
         self.drop = drop
@@ -48,7 +51,7 @@ class Mock:
         """The answer to /generate, as bytes."""
         request = orjson.loads(body)
         ids = request["input_ids"]
-        k = ids.count(self.assets.response_id)
+        k = sum(map(ids.count, self.response_ids))
         text, tail = self._tails[min(k, self.turns - 1)]
         rid = str(request.get("rid") or self.counts["requests"]).encode()
         return b'{"text":%b,%b,"prompt_tokens":%d,"id":"%b"}}' % (text, tail, len(ids), rid)
@@ -57,7 +60,9 @@ class Mock:
         """What other paths say."""
         if path == "/stats":
             used = os.times()
-            return {**self.counts, "cpu_s": used.user + used.system}
+            theirs = {"req": self.counts["requests"], "max_inflight": self.counts["max_in_flight"]}
+            cpu_s = used.user + used.system
+            return {**self.counts, "cpu_s": cpu_s, **theirs, "cpu": cpu_s, "by_path": {}, "bytes_in": 0}
         if path == "/reset":
             self.counts |= {"requests": 0, "max_in_flight": 0, "dropped": 0, "connections": 0}
         if path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
@@ -156,8 +161,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--latency-ms", type=float, default=50)
     parser.add_argument("--drop", type=float, default=0.0)
+    parser.add_argument("--response-id", type=int)
     args = parser.parse_args()
-    loops.run(serve(Mock(load(), args.turns, args.latency_ms / 1000, args.drop), args.port))
+    mock = Mock(load(), args.turns, args.latency_ms / 1000, args.drop, args.response_id)
+    loops.run(serve(mock, args.port))
 
 
 if __name__ == "__main__":

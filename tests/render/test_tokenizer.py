@@ -7,11 +7,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_models import tokenizer, vocabulary
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from agentrl.errors import TemplateError
 from agentrl.render import Tokenizer
-from agentrl.render.fast import FastEncoder
+from agentrl.render.fast import FastDecoder, FastEncoder
 
 TOKEN_TEXTS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|im_", "end|>", "<", "|>")
 content = st.lists(
@@ -20,6 +20,7 @@ content = st.lists(
 ours = tokenizer("chatml")
 added = set(ours.added.values())
 FAST = FastEncoder.build(vocabulary(6000))
+DECODER = FastDecoder.build(ours.backend)
 
 
 @settings(max_examples=300)
@@ -76,6 +77,23 @@ def test_other_structures_go_the_slow_way(change):
     backend = tokenizers.Tokenizer(vocabulary(6000).model)
     change(backend)
     assert FastEncoder.build(backend) is None
+
+
+@settings(max_examples=500)
+@given(st.lists(st.integers(0, ours.backend.get_vocab_size() + 20), max_size=20))
+def test_the_fast_decoder_gives_the_tokenizers_text(ids):
+    """Also of ids that break characters, of control tokens, and of ids that are none."""
+    assert DECODER.decode(ids) == ours.backend.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "decoder", [None, decoders.Metaspace(), decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])]
+)
+def test_other_decoders_go_the_slow_way(decoder):
+    backend = tokenizers.Tokenizer(vocabulary(6000).model)
+    if decoder is not None:
+        backend.decoder = decoder
+    assert FastDecoder.build(backend) is None
 
 
 def test_gpt2s_own_pattern_is_known():

@@ -36,13 +36,14 @@ class Careful(pickle.Unpickler):
 
 
 def tensors(*sizes, dtype=torch.float32):
-    return [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, n in enumerate(sizes)]
+    return [(f"t{i}", torch.randn(n, 2).to(dtype), [n, 2]) for i, n in enumerate(sizes)]
 
 
 def test_buckets_hold_what_fits_and_large_tensors_stand_alone():
-    made = list(buckets(tensors(10, 10, 100, 5, 5), 200, shared=False))
-    assert [b.names for b in made] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
-    assert [b.used for b in made] == [160, 800, 80]
+    made = list(buckets(tensors(3, 10, 10, 100, 5, 5), 200, shared=False))
+    assert [b.names for b in made] == [["t0"], ["t1", "t2"], ["t3"], ["t4", "t5"]]
+    assert [b.used for b in made] == [24, 160, 800, 80]
+    assert [b.flat.numel() for b in made] == [25, 200, 800, 200]  # the first is an eighth
 
 
 def test_every_tensor_comes_back():
@@ -52,14 +53,22 @@ def test_every_tensor_comes_back():
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             size = torch.Size(shape).numel() * 2
             assert torch.equal(
-                bucket.content[start : start + size].view(getattr(torch, dtype)).view(shape), dict(sent)[name]
+                bucket.content[start : start + size].view(getattr(torch, dtype)).view(shape),
+                {n: t for n, t, _ in sent}[name],
             )
             start += size
 
 
 def test_a_mixture_of_types_keeps_offsets_that_suit():
-    mixed = [("a", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.ones(2)), ("c", torch.ones(2))]
+    mixed = [("a", torch.ones(3, dtype=torch.bfloat16), [3]), ("b", torch.ones(2), [2]), ("c", torch.ones(2), [2])]
     assert [b.names for b in buckets(mixed, 1000, shared=False)] == [["a"], ["b", "c"]]
+
+
+def test_a_view_with_gaps_is_packed_in_its_final_shape():
+    joined = torch.arange(24.0).view(2, 6, 2)
+    (bucket,) = buckets([("q", joined[:, 1:4], [6, 2])], 1000, shared=False)
+    assert bucket.shapes == [[6, 2]]
+    assert torch.equal(bucket.content.view(torch.float32).view(6, 2), joined[:, 1:4].flatten(0, 1))
 
 
 READ = """
@@ -73,13 +82,13 @@ for m in d["metadata"]:
 def test_another_process_reads_the_same_memory():
     torch.multiprocessing.set_sharing_strategy("file_system")
     sent = tensors(3, 7)
-    (bucket,) = buckets(sent, 1000, shared=True)
+    (bucket,) = buckets(sent, 8000, shared=True)
     text = serialise(bucket)
     Careful(io.BytesIO(base64.b64decode(text))).load()
     out = subprocess.run(
         [sys.executable, "-c", READ], input=serialise(bucket), capture_output=True, text=True, check=True
     ).stdout
-    for line, (name, tensor) in zip(out.splitlines(), sent, strict=True):
+    for line, (name, tensor, _) in zip(out.splitlines(), sent, strict=True):
         assert line.split()[0] == name
         assert float(line.split()[1]) == tensor.double().sum().item()
     assert len(text) < 4000  # handles, not weights

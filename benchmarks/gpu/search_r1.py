@@ -1,0 +1,157 @@
+"""search_r1 on one card, engine and trainer in turns: SmolLM2-135M, warmed up by demonstrations, then GRPO over SGLang.
+
+    python benchmarks/gpu/search_r1.py WORK --out DIR [--model smollm2-135m] [--engine-pythonpath DIR] [--episodes 51200] [--rollouts 60]
+
+Three commands, each left out if its result is in WORK already: record demonstrations, `agentrl sft`, `agentrl train --engine sglang --colocate`.
+Writes DIR/search_r1_gpu.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SGLANG = {
+    "mem-fraction-static": "0.4",
+    "attention-backend": "triton",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-custom-all-reduce": "true",
+    "disable-prefill-cuda-graph": "true",
+}
+SFT = (
+    "--calculate-per-token-loss --sft-batch-size 128 --sft-epochs 1 --lr 3e-4 --lr-warmup-rollouts 30 --lr-decay-style linear "
+    "--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 1"
+)
+TRAIN = (
+    "--env search_r1 --engine sglang --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-5 "
+    "--max-tokens-per-turn 64 --concurrency 256 --max-tokens-per-gpu 16384 --save-interval 1000 --eval-interval 10 --tensorboard false"
+)
+
+
+def run(words: list[str]) -> float:
+    """Run a command to its end; seconds."""
+    print("$", *words, flush=True)
+    started = time.perf_counter()
+    subprocess.run(words, check=True, cwd=ROOT)
+    return time.perf_counter() - started
+
+
+def agentrl(*words: str) -> list[str]:
+    return [sys.executable, "-m", "agentrl.cli", *words]
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "megatron-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unpacked"
+    return found
+
+
+def engine_version(log: Path) -> str:
+    """What the server says of itself in the run's engine log."""
+    said = [
+        line
+        for line in log.read_text(errors="replace").splitlines()
+        if "sglang" in line.lower() and "version" in line.lower()
+    ]
+    return said[0][:200] if said else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--engine-pythonpath")
+    parser.add_argument("--episodes", type=int, default=51_200)
+    parser.add_argument("--rollouts", type=int, default=60)
+    parser.add_argument("--only", choices=("sft", "train"))
+    args = parser.parse_args()
+    from agentrl.models import model_folder
+
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    start, demos, warm, learned = model_folder(args.model), args.work / "demos", args.work / "sft", args.work / "run"
+    seconds: dict[str, float] = {}
+    if not (warm / "hf").exists() and args.only != "train":
+        processes = max(1, (os.cpu_count() or 2) - 2)
+        warmup = [sys.executable, "examples/search_r1/warmup.py", "record", str(demos), "--model", str(start)]
+        if not demos.exists():
+            seconds["record"] = run([*warmup, "--episodes", str(args.episodes), "--processes", str(processes)])
+        parts = sorted(str(p) for p in demos.iterdir())
+        flags = [
+            "--hf-checkpoint",
+            str(start),
+            "--run",
+            str(warm),
+            "--dtype",
+            "bfloat16",
+            "--rollout-max-context-len",
+            "512",
+        ]
+        seconds["sft"] = run(agentrl("sft", *parts, *flags, *SFT.split()))
+        shutil.copy(warm / "metrics.jsonl", args.out / "sft_metrics.jsonl")
+        (args.work / "seconds.json").write_text(json.dumps(seconds))
+    if args.only == "sft":
+        return
+    if (args.work / "seconds.json").exists():
+        seconds = json.loads((args.work / "seconds.json").read_text())
+    flags = [
+        "--hf-checkpoint",
+        str(warm / "hf"),
+        "--run",
+        str(learned),
+        "--dtype",
+        "bfloat16",
+        "--num-rollout",
+        str(args.rollouts),
+    ]
+    if args.engine_pythonpath:
+        flags += ["--engine-pythonpath", args.engine_pythonpath]
+    for name, value in SGLANG.items():
+        flags += [f"--sglang-{name}", *([] if value == "true" else [value])]
+    try:
+        seconds["train"] = run(agentrl("train", *TRAIN.split(), *flags))
+    finally:
+        for name in ("metrics.jsonl", "timings.jsonl", "summary.json", "curve.png"):
+            if (learned / name).exists():
+                shutil.copy(learned / name, args.out / name)
+    write(args, seconds, json.loads((learned / "summary.json").read_text()))
+
+
+def write(args: argparse.Namespace, seconds: dict[str, float], summary: dict) -> None:
+    """The results as JSON and as a page."""
+    import torch
+
+    lines = [json.loads(x) for x in (args.out / "metrics.jsonl").read_text().splitlines()]
+    curve = [
+        (r["step"], round(v, 4)) for r in lines for k, v in r.items() if k.startswith("eval/") and k.endswith("/em")
+    ]
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "card": torch.cuda.get_device_name(0),
+        "versions": versions(),
+        "command": "python benchmarks/gpu/search_r1.py " + " ".join(sys.argv[1:]),
+        "seconds": {k: round(v, 1) for k, v in seconds.items()},
+        "flags": TRAIN,
+        "held_out_em": curve,
+        "summary": summary,
+    }
+    (args.out / "search_r1_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
