@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from agentrl.render import make_renderer
 from agentrl.render.images import Images, images_of_model
 from agentrl.render.show import show_tokens
 from agentrl.replay.run import replay_group
+from agentrl.runners import RemoteRunner
 from agentrl.samples import to_samples
 from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes, to_record
 from agentrl.store.record import encode
@@ -235,6 +237,22 @@ async def test_a_text_model_says_that_it_takes_no_images(tags, hermes):
         await play(hermes, ["hello"], env=Show, task=MAP)
     with pytest.raises(TemplateError, match="cannot hold images"):
         await play(tags, ["<answer>x</answer>"] * 3, env=Show, task=PARIS)
+
+
+async def test_a_runner_process_and_its_controller_record_the_same(renderer, played):
+    _, t = played
+
+    class Process:
+        asked = ()
+
+        async def ask(self, kind, payload):
+            self.spec = pickle.loads(payload)
+            return pickle.loads(pickle.dumps(t))
+
+    process = Process()
+    made = await RemoteRunner([process], None).run(EpisodeSpec(MAP, 0, 0))
+    assert images_in(process.spec.task.messages) == images_in(MAP.prompt)
+    assert encode(to_record(made)) == encode(to_record(t))
 
 
 def model_folder(path, renderer):
