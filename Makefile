@@ -79,9 +79,10 @@ fmt: setup ## let ruff put right what it can
 type: setup ## mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## benchmarks on this machine: the local engine, rendering
+bench: setup ## benchmarks on this machine: the local engine, rendering, recording
 	@$(BIN)/python benchmarks/local_engine.py $(ARGS)
 	$(BIN)/python benchmarks/render.py
+	$(BIN)/python benchmarks/recording.py
 
 bench-train: setup ## the example with three seeds, and with a reward of noise (half an hour); writes benchmarks/results/search_r1_cpu.*
 	@exec $(BIN)/python benchmarks/search_r1.py $(ARGS)

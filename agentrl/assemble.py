@@ -18,11 +18,11 @@ from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, has_tools, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
-from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
+from agentrl.errors import ConfigError, DataError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
-from agentrl.render.images import Images
+from agentrl.render.images import Images, images_of_model
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
 from agentrl.runner_process import Tell
@@ -59,7 +59,7 @@ class Parts:
             raw_content=config.env.raw_content,
             surplus=config.env.surplus_calls,
             now=_day(config.run.date),
-            images=_images(self.folder, self.tokenizer),
+            images=images_of_model(self.folder, self.tokenizer.added),
             **config.model.template_args,
         )
         if not self.renderer.format.inline:
@@ -268,14 +268,6 @@ class Parts:
     def _model_config(self) -> dict[str, Any]:
         found: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
         return found
-
-
-def _images(folder: Path, tokenizer: Tokenizer) -> Images | TemplateError | None:
-    """What the model knows of images. Why it knows none is said when there is one: most models are never shown any."""
-    try:
-        return Images.load(folder, tokenizer.added)
-    except TemplateError as e:
-        return e
 
 
 def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunner]:

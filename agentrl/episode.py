@@ -30,7 +30,7 @@ from agentrl.errors import (
     UsageError,
     boundary,
 )
-from agentrl.images import carry
+from agentrl.images import carry, image_parts
 from agentrl.pool import Pool
 from agentrl.recorder import Recorder
 from agentrl.render.context import ContextPolicy, ContextView, checked, newest, view_of
@@ -226,9 +226,7 @@ class Episode:
             for tool in self.env.tool_instances:
                 seed = derive_seed(self.seed, "tool")
                 await runner.env_pool.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
-        task = self.spec.task
-        if not isinstance(task.prompt, str):
-            self.spec = replace(self.spec, task=replace(task, prompt=tuple(await carry(task.prompt))))
+        self.spec = await carry_task(self.spec)
         first = await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
         first = Observation(tuple(await carry(Observation.of(first).messages)))
         if not first.messages:
@@ -459,3 +457,11 @@ class Episode:
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
+
+
+async def carry_task(spec: EpisodeSpec) -> EpisodeSpec:
+    """The order with the images of its task as episodes carry them (see `carry`)."""
+    prompt = spec.task.prompt
+    if isinstance(prompt, str) or next(image_parts(prompt), None) is None:
+        return spec
+    return replace(spec, task=replace(spec.task, prompt=tuple(await carry(prompt))))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from typing import Any
 
+from agentrl.episode import carry_task
 from agentrl.errors import DataError, WorkerError
 from agentrl.reward import Scorer
 from agentrl.runner_process import BEAT_S, Channel, Kind, Make, serve
@@ -88,6 +89,7 @@ class RemoteRunner:
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """As `EpisodeRunner.run`."""
+        spec = await carry_task(spec)  # the record is to hold what the process saw
         process = self._where.get(spec.group_index)
         if process is None:
             process = self._where[spec.group_index] = min(self._processes, key=lambda p: len(p.asked))

@@ -1,5 +1,5 @@
 """Supervised fine-tuning on recorded episodes or on conversations, with the masks of RL: what an expert wrote (DEMONSTRATION) or a policy
-sampled has mask 1, everything else 0.
+sampled has mask 1, everything else 0. The run folder holds the episodes and what the trainer was fed of them, as that of an RL run does.
 """
 
 from __future__ import annotations
@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from agentrl import __version__
 from agentrl.assemble import Parts
@@ -21,35 +23,28 @@ from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
 from agentrl.store import read_episodes
 from agentrl.train.base import LossConfig
+from agentrl.train.fed import step_record
 from agentrl.train.rows import make_rows
+from agentrl.types import Trajectory
 
 
 async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) -> Path:
     """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
     parts = Parts(config)
     parts.require_trainable()
-    samples = []
-    for number, source in enumerate(sources):
-        for s in load_samples(source, parts):
-            s.episode_id = f"{number}/{s.episode_id}"  # ordinals count from 0 in every source
-            samples.append(s)
+    episodes = load_episodes(sources, parts)
+    samples = [s for t in episodes for s in to_samples(t, demonstrations=True)]
     folder = RunFolder.create(config, __version__)
     trainer = await asyncio.to_thread(parts.trainer, folder.path, reference=False)
     try:
+        for t in episodes:
+            folder.episodes.write(t, split="sft")
         batches = make_batches(samples, config)
         out(f"run folder {folder.path}: {len(samples)} samples, {len(batches)} steps")
         began = time.perf_counter()
         for step, batch in enumerate(batches):
-            rows = make_rows(
-                batch,
-                {s.episode_id: 0.0 for s in batch},
-                "token" if config.train.calculate_per_token_loss else "sequence",
-            )
-            row = await asyncio.to_thread(
-                trainer.step, rows, LossConfig(kind="sft"), sft_rate(config, step, len(batches))
-            )
-            row.pop("log_probs")
-            folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in row.items()}})
+            rate = sft_rate(config, step, len(batches))
+            row = await asyncio.to_thread(_step, trainer, folder, config, batch, step, rate)
             if step % 10 == 0 or step == len(batches) - 1:
                 out(
                     f"step {step + 1:>5} of {len(batches)}  loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {time.perf_counter() - began:.0f} s"
@@ -63,20 +58,37 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
     return folder.path
 
 
-def load_samples(source: Path, parts: Parts) -> list[Sample]:
-    """Samples of a store folder or of a JSONL file of conversations.
+def _step(
+    trainer: Any, folder: RunFolder, config: Config, batch: Sequence[Sample], step: int, rate: float
+) -> dict[str, float]:
+    """One optimizer step and its record."""
+    loss = LossConfig(kind="sft")
+    flat = {s.episode_id: 0.0 for s in batch}
+    rows = make_rows(batch, flat, "token" if config.train.calculate_per_token_loss else "sequence")
+    metrics: dict[str, Any] = trainer.step(rows, loss, rate)
+    where = {"step": step, "optimizer_step": step + 1, "loss": asdict(loss), "lr": rate}
+    folder.episodes.write_step(**step_record(rows, trainer, metrics.pop("log_probs"), **where), metrics=metrics)
+    folder.metrics.write({"step": step, **{f"train/{k}": v for k, v in metrics.items()}})
+    return metrics
+
+
+def load_episodes(sources: Sequence[Path], parts: Parts) -> list[Trajectory]:
+    """Episodes of store folders and of JSONL files of conversations that have something to train on, each under a name of its own.
 
     Raises:
-        DataError: nothing in it can be trained on.
+        DataError: nothing in one of the sources can be trained on.
     """
-    if source.suffix == ".jsonl":
-        trajectories = list(read_conversations(source, parts.renderer, parts.context_length))
-    else:
-        trajectories = list(read_episodes(source))
-    samples = [s for t in trajectories for s in to_samples(t, demonstrations=True)]
-    if not samples:
-        raise DataError(f"{source}: no episode in it has a token to train on")
-    return samples
+    found: list[Trajectory] = []
+    for number, source in enumerate(sources):
+        written = source.suffix == ".jsonl"
+        read = read_conversations(source, parts.renderer, parts.context_length) if written else read_episodes(source)
+        # ordinals count from 0 in every source
+        named = (replace(t, episode_id=f"{number}/{t.episode_id}") for t in read)
+        kept = [t for t in named if to_samples(t, demonstrations=True)]
+        if not kept:
+            raise DataError(f"{source}: no episode in it has a token to train on")
+        found += kept
+    return found
 
 
 def make_batches(samples: Sequence[Sample], config: Config) -> list[list[Sample]]:

@@ -1,10 +1,12 @@
 """Whole outputs of tools beside the record: kept if that is wanted, once each, shown by the page, compared by a replay."""
 
 import hashlib
+import json
 
-from doubles import call, groups_of, make_runner
+from doubles import FakeEngine, call, groups_of, make_runner
 
 from agentrl import ToolEnv, tool
+from agentrl.cli import main
 from agentrl.replay.playback import EveryTool
 from agentrl.replay.run import replay_group
 from agentrl.rollout import Rollout, RolloutLimits
@@ -91,3 +93,37 @@ async def test_a_replay_says_where_in_the_whole_output_it_differs(hermes, tmp_pa
     outcomes = await replay_group(make_runner(Pages, [], hermes), members, None, Recording(tmp_path).outputs)
     assert [o.divergence for o in outcomes] == [None, None]
     runner.close()
+
+
+def test_the_flags_through_a_whole_job(tokenizer_dir, tmp_path, monkeypatch):
+    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "read", "label": ""}) + "\n")
+    monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, SCRIPT))
+    flags = {
+        "env": f"{__file__}:Pages",
+        "prompt-data": data,
+        "hf-checkpoint": tokenizer_dir,
+        "run": tmp_path / "run",
+        "num-rollout": 1,
+    }
+    flags |= {
+        "rollout-batch-size": 1,
+        "n-samples-per-prompt": 2,
+        "global-batch-size": 2,
+        "eval-interval": 0,
+        "tensorboard": "false",
+    }
+    flags |= {"keep-whole-outputs": "true", "context-policy": f"{__file__}:forgetful"}
+    assert main(["rollout", *(str(w) for k, v in flags.items() for w in (f"--{k}", v))]) == 0
+    recording = Recording(tmp_path / "run")
+    assert len(recording.episodes) == 2
+    assert len(list(recording.outputs.folder.iterdir())) == 2
+    t = next(read_episodes(tmp_path / "run"))
+    assert [u.info.get("new_segment") for u in t.turns] == ["the context policy", "the context policy", None]
+    assert main(["replay", str(tmp_path / "run"), "--live-tools", "--workers", "1"]) == 0
+
+
+def forgetful(view):
+    """Nothing but the first prompt and the newest observation."""
+    return [*view.messages[: view.first], {"role": "user", "content": view.messages[-1]["content"]}]

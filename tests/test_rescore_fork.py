@@ -301,6 +301,15 @@ async def test_rescore_end_to_end(run, tmp_path, capsys):
     assert "groups in which an advantage (grpo) changes its sign" in text
     assert [t.rewards for t in read_episodes(out)] == [{"short": -float(len(t.answer))} for t in read_episodes(path)]
     assert [e.step for e in Recording(out).episodes] == [0] * 6
+    left = json.loads((path / "rescore.json").read_bytes())
+    assert left["text"] in text
+    assert left["rewards"] == ["short"]
+    assert left["episodes"] == 6
+    names = [name for name, _, _ in left["means"]]
+    assert names[-1] == "score"
+    assert {"exact", "short"} <= set(names)
+    assert left["means"][-1][2] == pytest.approx(sum(t.score for t in read_episodes(out)) / 6)
+    assert {g for g, *_ in left["flipped"]} <= {0, 1, 2}
     assert await command("rescore", path, "--out", out) == 2
 
 

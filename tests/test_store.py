@@ -1,5 +1,7 @@
 """The record: what is written is read, what a crash cut short is skipped, what is damaged is said."""
 
+import dataclasses
+import json
 import threading
 
 import orjson
@@ -266,3 +268,16 @@ async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(
         t = await play(Any, FakeEngine(hermes, [text, "<answer>x</answer>"]), hermes)
         write(tmp_path, [t])
     assert [t.stop_reason for t in read_episodes(tmp_path)] == [StopReason.TERMINATED] * 3
+
+
+def test_every_field_of_a_turn_is_in_the_record():
+    """The record names them one by one, for speed."""
+    names = {f.name for f in dataclasses.fields(Turn)}
+    action = Action("x", results=(ToolResult("c", "f", "text"),))
+    whole = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, context=({"role": "user"},))]))))
+    assert whole["turns"][0].keys() == names
+    assert whole["turns"][0]["action"].keys() == {f.name for f in dataclasses.fields(Action)}
+    assert whole["turns"][0]["action"]["results"][0].keys() == {f.name for f in dataclasses.fields(ToolResult)}
+    huge = dataclasses.replace(action, calls=(ToolCall("f", {"n": 1 << 70}, "c"),))
+    again = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, huge)]))))
+    assert again["turns"][0]["action"]["calls"] == [{"name": "f", "arguments": {"n": 1 << 70}, "id": "c"}]

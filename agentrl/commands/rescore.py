@@ -62,9 +62,7 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     print(change)
     say_cut(recording)
     if (args.recorded / "config.toml").exists():
-        (args.recorded / RESULT).write_bytes(
-            orjson.dumps({"rewards": [r.name for r in rewards], "text": str(change), "flipped": change.flipped})
-        )
+        (args.recorded / RESULT).write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))
     return 0
 
 

@@ -103,6 +103,14 @@ class Images:
         }
 
 
+def images_of_model(folder: str | Path, added: Mapping[str, int]) -> Images | TemplateError | None:
+    """What a model knows of images (see `Images.load`). Why it knows none is said when there is one: most models are never shown any."""
+    try:
+        return Images.load(folder, added)
+    except TemplateError as e:
+        return e
+
+
 def _merged(pieces: Iterable[tuple[Provenance, tuple[int, ...]]]) -> Pieces:
     out: list[tuple[Provenance, tuple[int, ...]]] = []
     for kind, ids in pieces:

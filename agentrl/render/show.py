@@ -10,6 +10,7 @@ from typing import Any
 from agentrl.errors import DataError
 from agentrl.render.base import HistoryPolicy
 from agentrl.render.families import make_renderer
+from agentrl.render.images import images_of_model
 from agentrl.render.proof import Proof
 from agentrl.render.template import Renderer, strip_control
 from agentrl.render.tokenizer import Tokenizer
@@ -52,8 +53,10 @@ def show_tokens(
         TemplateError: the model cannot be rendered.
         DataError: the file is no conversation.
     """
+    tokenizer = Tokenizer.load(model_dir)
+    images = images_of_model(model_dir, tokenizer.added)
     renderer = make_renderer(
-        Tokenizer.load(model_dir), action_format, where=str(model_dir), history=history, **template_args
+        tokenizer, action_format, where=str(model_dir), history=history, images=images, **template_args
     )
     messages, tools = _conversation(conversation)
     return "\n".join([*_about(renderer), "", *_proofs(renderer), "", *_spans(renderer, messages, tools, width)]) + "\n"

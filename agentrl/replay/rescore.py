@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 from agentrl.advantage import EQUAL, group_advantages
 from agentrl.errors import RewardFailure
@@ -94,13 +95,30 @@ class Change:
         """Groups in which an advantage changes its sign."""
         return len({g for g, *_ in self.flipped})
 
+    @property
+    def changed(self) -> int:
+        """Episodes whose score changes."""
+        return sum(abs(a.score - b.score) >= EQUAL for a, b in zip(self.then, self.today, strict=True))
+
+    def means(self) -> list[tuple[str, float | None, float | None]]:
+        """(component, then, today), the score last; empty if nothing could be scored."""
+        if not self.today:
+            return []
+        before, after = _means(self.then), _means(self.today)
+        rows = [(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
+        return [*rows, ("score", fmean(t.score for t in self.then), fmean(t.score for t in self.today))]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, for the page."""
+        counts = {n: getattr(self, n) for n in ("groups", "changed", "pairs", "swapped", "reversed", "flipped_groups")}
+        failed = [(t.episode_id, t.cause) for t in self.failures]
+        more = {"estimator": self.estimator, "episodes": len(self.today), "failed": failed}
+        return {**counts, **more, "means": self.means(), "flipped": self.flipped, "text": str(self)}
+
     def __str__(self) -> str:
         if not self.today:
             return f"no episode could be scored; {len(self.failures)} rewards failed"
-        rows: list[tuple[str, float | None, float | None]] = []
-        before, after = _means(self.then), _means(self.today)
-        rows += [(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
-        rows.append(("score", fmean(t.score for t in self.then), fmean(t.score for t in self.today)))
+        rows = self.means()
         width = max(len(r[0]) for r in rows)
         lines = [
             f"{len(self.today)} episodes in {self.groups} groups",
@@ -111,8 +129,7 @@ class Change:
             f"{n:<{width}}  {_number(a)}  {_number(b)}  {_number(None if a is None or b is None else b - a, '+')}"
             for n, a, b in rows
         ]
-        changed = sum(abs(a.score - b.score) >= EQUAL for a, b in zip(self.then, self.today, strict=True))
-        lines += ["", f"scores that change: {changed} of {len(self.today)}"]
+        lines += ["", f"scores that change: {self.changed} of {len(self.today)}"]
         lines.append(
             f"pairs within a group whose order changes: {self.swapped} of {self.pairs}, {self.reversed} of them reversed"
         )

@@ -88,8 +88,8 @@ def _summary(record: Mapping[str, Any], at: int, length: int) -> Entry:
         advantages = {str(r["episode_id"]): float(r["advantage"]) for r in record.get("rows", ())}
         return Entry(at, length, "step", step=record.get("step"), split="train", advantages=advantages)
     spans = [s for g in record["segments"] for s in g["spans"]]
+    sampled = [s for s in spans if s["provenance"] == "SAMPLED"]
     turns = record["turns"]
-    versions = [s["policy_version"] for s in spans if s.get("policy_version") is not None]
     prompt = record["task"]["prompt"]
     if not isinstance(prompt, str):
         prompt = next((text for m in reversed(prompt) if (text := _text_of(m.get("content")))), "")
@@ -109,11 +109,11 @@ def _summary(record: Mapping[str, Any], at: int, length: int) -> Entry:
         score=record["score"],
         rewards=dict(record["rewards"]),
         turns=len(turns),
-        sampled=sum(len(s["ids"]) for s in spans if s["provenance"] == "SAMPLED"),
-        tokens=sum(len(s["ids"]) for s in spans),
-        version=min(versions, default=None),
+        sampled=sum([len(s["ids"]) for s in sampled]),
+        tokens=sum([len(s["ids"]) for s in spans]),
+        version=min([s["policy_version"] for s in sampled], default=None),
         seconds=record["timings"].get("episode_s", 0.0),
-        invalid=sum(bool(t["action"]["errors"]) for t in turns),
+        invalid=sum([bool(t["action"]["errors"]) for t in turns]),
         task=str(record["task"]["id"]),
         text=_clean(prompt),
         answer=_clean(answers[-1]) if answers else None,

@@ -9,9 +9,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from functools import cache
-from operator import attrgetter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,8 @@ from agentrl.types import (
 
 VERSION = 2
 """of the record's layout; readers accept this and older ones"""
+_PROVENANCES = tuple(p.name for p in sorted(Provenance))
+"""names by value: an enum's own `name` takes several times as long, and there is one for each span"""
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _OWN = (
     *(
@@ -178,33 +178,40 @@ def _foreign(value: Any) -> Any:
         return {"sha256": value.sha256}
     if isinstance(value, Mapping):
         return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):  # orjson takes these itself
+        return {f.name: getattr(value, f.name) for f in fields(value)}
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _turn(t: Turn) -> dict[str, Any]:
-    """Not `asdict`, which copies what users put into `info` and cannot copy everything."""
-    action = _fields(t.action) | {
-        "calls": [_fields(c) for c in t.action.calls],
-        "errors": [_fields(e) for e in t.action.errors],
-        "results": [_fields(r) for r in t.action.results],
-        "finish_reason": t.action.finish_reason.value,
+    """Not `asdict`, which copies what users put into `info` and cannot copy everything. Calls, errors and results are JSON to orjson as they are."""
+    a = t.action
+    out = {
+        "index": t.index,
+        "segment": t.segment,
+        "context_length": t.context_length,
+        "action": {
+            "text": a.text,
+            "calls": a.calls,
+            "errors": a.errors,
+            "finish_reason": a.finish_reason,
+            "answer": a.answer,
+            "results": a.results,
+        },
+        "observation": {"messages": t.observation.messages},
+        "reward": t.reward,
+        "info": t.info,
+        "state_key": t.state_key,
+        "matched_stop": t.matched_stop,
+        "context_crc": t.context_crc,
+        "observation_cut_tokens": t.observation_cut_tokens,
+        "seed": t.seed,
+        "timings": t.timings,
+        "agent_id": t.agent_id,
     }
-    out = _fields(t) | {"action": action, "observation": {"messages": list(t.observation.messages)}}
-    if t.context is None:
-        del out["context"]
+    if t.context is not None:
+        out["context"] = t.context
     return out
-
-
-def _fields(obj: Any) -> dict[str, Any]:
-    cls: Any = type(obj)
-    names, values = _getter(cls)
-    return dict(zip(names, values(obj), strict=True))
-
-
-@cache
-def _getter(cls: type[Any]) -> tuple[tuple[str, ...], attrgetter[tuple[Any, ...]]]:
-    names = tuple(f.name for f in fields(cls))
-    return names, attrgetter(*names)
 
 
 def _segment(s: Segment) -> dict[str, Any]:
@@ -220,7 +227,7 @@ def _read_segment(g: Mapping[str, Any], images: Path | None) -> Segment:
 
 
 def _span(s: Span) -> dict[str, Any]:
-    out: dict[str, Any] = {"provenance": s.provenance.name, "turn": s.turn, "ids": s.ids}
+    out: dict[str, Any] = {"provenance": _PROVENANCES[s.provenance], "turn": s.turn, "ids": s.ids}
     if s.log_probs is not None:
         out |= {"log_probs": s.log_probs, "policy_version": s.policy_version, "temperature": s.temperature}
     return out

@@ -51,6 +51,7 @@ def episode_detail(
     """
     rows = fed_rows(record["episode_id"], fed)
     by_segment = {r["segment_index"]: r for r in rows}
+    taught = fed is not None and (fed.get("loss") or {}).get("kind") == "sft"
     more = {k: v for k, v in extras(record).items() if k not in _HIDDEN}
     return {
         **{k: record[k] for k in _SHOWN},
@@ -58,7 +59,8 @@ def episode_detail(
         "extra": more,
         "advantage": advantage,
         "segments": [
-            segment_columns(s, decode, by_segment.get(i), record["turns"], i) for i, s in enumerate(record["segments"])
+            segment_columns(s, decode, by_segment.get(i), record["turns"], i, taught=taught)
+            for i, s in enumerate(record["segments"])
         ],
         "rows": rows,
         "images": {name: _url(images / f"{name}.png") for name in image_names(record)} if images else {},
@@ -96,18 +98,21 @@ def segment_columns(
     row: Mapping[str, Any] | None,
     turns: Sequence[Mapping[str, Any]],
     number: int,
+    *,
+    taught: bool = False,
 ) -> dict[str, Any]:
-    """The tokens of a segment, one list per property."""
+    """The tokens of a segment, one list per property. `taught`: trained by SFT, on what an expert wrote too."""
     spans = segment["spans"]
     ids = [i for s in spans for i in s["ids"]]
-    sampled = [s["provenance"] == "SAMPLED" for s in spans for _ in s["ids"]]
+    trained = ("SAMPLED", "DEMONSTRATION") if taught else ("SAMPLED",)
+    mask = [s["provenance"] in trained for s in spans for _ in s["ids"]]
     out: dict[str, Any] = {
         "agent_id": segment["agent_id"],
         "ids": ids,
         "text": pieces(ids, decode) if decode else None,
         "provenance": [int(Provenance[s["provenance"]]) for s in spans for _ in s["ids"]],
         "turn": [s["turn"] for s in spans for _ in s["ids"]],
-        "mask": [int(x) for x in sampled],
+        "mask": [int(x) for x in mask],
         "log_prob": [v for s in spans for v in (s.get("log_probs") or [None] * len(s["ids"]))],
         "version": [s.get("policy_version") for s in spans for _ in s["ids"]],
         "temperature": [s.get("temperature") for s in spans for _ in s["ids"]],
@@ -120,7 +125,7 @@ def segment_columns(
         ("ref_log_probs", row.get("ref_log_probs")),
     ):
         values = iter(given or ())
-        out[name] = None if given is None else [next(values, None) if m else None for m in sampled]
+        out[name] = None if given is None else [next(values, None) if m else None for m in mask]
     return out
 
 

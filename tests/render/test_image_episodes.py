@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError, TemplateError
 from agentrl.images import images_in
 from agentrl.loop import train
-from agentrl.render.images import Images
+from agentrl.render import make_renderer
+from agentrl.render.images import Images, images_of_model
+from agentrl.render.show import show_tokens
 from agentrl.replay.run import replay_group
+from agentrl.runners import RemoteRunner
 from agentrl.samples import to_samples
 from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes, to_record
 from agentrl.store.record import encode
@@ -235,6 +239,22 @@ async def test_a_text_model_says_that_it_takes_no_images(tags, hermes):
         await play(tags, ["<answer>x</answer>"] * 3, env=Show, task=PARIS)
 
 
+async def test_a_runner_process_and_its_controller_record_the_same(renderer, played):
+    _, t = played
+
+    class Process:
+        asked = ()
+
+        async def ask(self, kind, payload):
+            self.spec = pickle.loads(payload)
+            return pickle.loads(pickle.dumps(t))
+
+    process = Process()
+    made = await RemoteRunner([process], None).run(EpisodeSpec(MAP, 0, 0))
+    assert images_in(process.spec.task.messages) == images_in(MAP.prompt)
+    assert encode(to_record(made)) == encode(to_record(t))
+
+
 def model_folder(path, renderer):
     """A folder as the hub has them, without weights."""
     path.mkdir()
@@ -245,6 +265,26 @@ def model_folder(path, renderer):
     (path / "config.json").write_text(json.dumps(config))
     PROCESSOR.save_pretrained(path)
     return path
+
+
+def test_tokens_shows_where_images_stand(renderer, tmp_path):
+    folder = model_folder(tmp_path / "model", renderer)
+    parts = [{"type": "image", "image": images_in(MAP.prompt)[0].url}, {"type": "text", "text": "Where?"}]
+    conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Rome."}]
+    shown = show_tokens(folder, conversation)
+    n = renderer.images.tokens(images_in(MAP.prompt)[0])
+    assert shown.count("<|image_pad|>") >= 1
+    assert f"<|vision_start|>{'<|image_pad|>' * n}"[:40] in shown
+
+
+def test_a_processor_of_another_shape_is_no_hindrance_until_an_image_comes(renderer, tmp_path):
+    folder = model_folder(tmp_path / "model", renderer)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    images = images_of_model(folder, renderer.tokenizer.added)
+    other = make_renderer(renderer.tokenizer, images=images)
+    assert other.prompt([{"role": "user", "content": "hello"}])
+    with pytest.raises(TemplateError, match="processors of the Qwen-VL shape"):
+        other.prompt(MAP.prompt)
 
 
 def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp_path):

@@ -61,6 +61,7 @@ class Served:
     """A run behind a server in a thread of its own."""
 
     def __init__(self, path):
+        self.path = path
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -270,6 +271,32 @@ def test_images_are_shown_from_the_record_and_ask_for_nothing(browser, tmp_path)
             check_quiet(browser)
     finally:
         served.close()
+
+
+def test_what_other_rewards_would_have_changed_is_a_table(browser, run):
+    made = {
+        "groups": 6,
+        "changed": 4,
+        "pairs": 6,
+        "swapped": 2,
+        "reversed": 1,
+        "flipped_groups": 1,
+        "estimator": "grpo",
+    }
+    made |= {"episodes": 12, "failed": [], "text": "as text", "rewards": ["f1"]}
+    made |= {"means": [["<b>f1", None, 0.5], ["score", 0.75, 0.25]], "flipped": [[2, "5-0", 0.7, -0.7]]}
+    (run.path / "rescore.json").write_text(json.dumps(made))
+    (run.path / "replay.jsonl").write_text(json.dumps({"episode_id": "1-0", "divergence": None}) + "\n")
+    open_page(browser, run.url)
+    assert text(browser, "#replayed") == "identical: 1"
+    assert [r.text for r in find(browser, "#rescored tbody tr")] == ["<b>f1 – 0.500 –", "score 0.750 0.250 -0.500"]
+    assert "pairs of a group in another order 2 of 6" in text(browser)
+    find(browser, "#flipped a")[0].click()
+    wait(browser, lambda b: "episode 5-0" in text(b, "h1"))
+    (run.path / "rescore.json").write_text(json.dumps({"text": "as text"}))  # as an older agentrl left it
+    open_page(browser, run.url)
+    assert "as text" in text(browser)
+    check_quiet(browser)
 
 
 def test_it_can_be_read_in_the_dark(browser, run):

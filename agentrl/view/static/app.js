@@ -65,6 +65,22 @@
     return h("figure", { class: "card curve-card" }, h("h3", {}, h("span", {}, AR.visible(name)), h("span", {}, AR.number(ys[ys.length - 1]))), svg, h("div", { class: "soft" }, `${AR.number(y0)} … ${AR.number(y1)}, rollouts ${x0} to ${x1}`));
   }
 
+  // What other rewards would have changed; of a file that an older agentrl wrote only the text is there.
+  function rescored(r) {
+    const title = h("h2", {}, "The last rescoring");
+    if (!r.means) return [title, h("div", { class: "card" }, h("pre", {}, AR.visible(r.text)))];
+    const row = (name, a, b) => h("tr", {}, h("td", {}, name), h("td", { class: "n" }, AR.number(a)), h("td", { class: "n" }, AR.number(b)), h("td", { class: a === null || b === null || a === b ? "n" : b > a ? "n good" : "n bad" }, a === null || b === null ? "–" : `${b > a ? "+" : ""}${AR.number(b - a)}`));
+    const table = (id, first, rows) => h("div", { class: "card wide" }, h("table", { id }, h("thead", {}, h("tr", {}, h("th", {}, first), ["then", "today", "change"].map((t) => h("th", { class: "n" }, t)))), h("tbody", {}, rows)));
+    const facts = [["episodes", r.episodes], ["groups", r.groups], ["scores that change", r.changed], ["pairs of a group in another order", `${r.swapped} of ${r.pairs}`], ["reversed", r.reversed], [`groups with an advantage (${AR.visible(r.estimator)}) of another sign`, r.flipped_groups], ["rewards that failed", r.failed.length]];
+    return [
+      title,
+      h("div", { class: "facts" }, facts.map(([k, v]) => h("span", {}, `${k} `, h("b", {}, AR.number(v))))),
+      table("rescored", "mean of", r.means.map(([name, a, b]) => row(AR.visible(name), a, b))),
+      r.flipped.length ? [h("h3", {}, "Advantages that change their sign"), table("flipped", "episode", r.flipped.slice(0, 200).map(([, id, a, b]) => row(h("a", { href: link("episode", { id }) }, AR.visible(id)), a, b)))] : null,
+      r.failed.length ? h("p", { class: "soft" }, `the first reward that failed, in episode ${AR.visible(r.failed[0][0])}: ${AR.visible(r.failed[0][1])}`) : null,
+    ].flat().filter(Boolean);
+  }
+
   async function showRun() {
     run = await get("run");
     state = run.state;
@@ -79,8 +95,8 @@
       rest.length ? h("details", {}, h("summary", {}, `${rest.length} more curves`), h("div", { class: "cards" }, rest.map(([n, p]) => chart(n, p)))) : null,
       h("h2", {}, "How episodes ended"),
       h("div", { class: "card" }, h("table", { id: "causes" }, h("thead", {}, h("tr", {}, ["split", "stop reason", "status"].map((t) => h("th", {}, t)), h("th", { class: "n" }, "count"), h("th", { class: "n" }, "share"), h("th", {}, "cause"))), h("tbody", {}, fails.map((f) => h("tr", {}, h("td", {}, AR.visible(f.split)), h("td", {}, h("a", { href: link("episodes", { split: f.split, stop: f.stop }) }, AR.visible(f.stop))), h("td", { class: f.status === "failed" ? "bad" : "" }, f.status), h("td", { class: "n" }, f.count), h("td", { class: "n" }, `${((100 * f.count) / Math.max(1, run.state.episodes)).toFixed(1)} %`), h("td", {}, AR.visible(f.cause))))))),
-      Object.keys(run.replay).length ? [h("h2", {}, "The last replay"), h("div", { class: "card" }, Object.entries(run.replay).map(([k, n]) => h("p", {}, h("a", { href: link("episodes", { replay: k }) }, `${k}: ${n}`))))] : "",
-      run.rescore ? [h("h2", {}, "The last rescoring"), h("div", { class: "card" }, h("pre", {}, AR.visible(run.rescore.text)))].flat() : "",
+      ...(Object.keys(run.replay).length ? [h("h2", {}, "The last replay"), h("div", { class: "card", id: "replayed" }, Object.entries(run.replay).map(([k, n]) => h("p", {}, h("a", { href: link("episodes", { replay: k }) }, `${k}: ${n}`))))] : []),
+      ...(run.rescore ? rescored(run.rescore) : []),
       run.config ? h("details", {}, h("summary", {}, "settings"), h("pre", {}, AR.visible(run.config))) : "",
     );
     [...main.childNodes].forEach((n) => n.nodeType === Node.TEXT_NODE && n.remove());
