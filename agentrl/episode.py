@@ -316,7 +316,7 @@ class Episode:
         label = self.runner.env_class.label()
         if not isinstance(result, StepResult):
             raise ContractError(f"{label}.step must return a StepResult, found {type(result).__name__}: {result!r:.80}")
-        if not isinstance(result.info, Mapping):
+        if not isinstance(result.info, (dict, Mapping)):
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.clock["env_s"] += elapsed
         self.now.update(
