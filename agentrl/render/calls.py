@@ -11,6 +11,8 @@ from agentrl.types import Action, ParseError
 Read = tuple[str, dict[str, Any], str | None] | ParseError
 """(name, arguments, id or None) of one call, or what is wrong with it"""
 SURROGATE = re.compile("[\ud800-\udfff]")
+DEEPEST = 200
+"""objects and lists in one another; orjson writes up to 254, with what stands around a call"""
 _DECODER = json.JSONDecoder(strict=False)
 _WRITER = json.JSONEncoder(ensure_ascii=False)
 
@@ -23,7 +25,18 @@ def read_json(text: str) -> Any:
         return ParseError("content", "the call is nested too deeply", text)
     except ValueError as e:
         return ParseError("content", f"the call is not JSON: {e}", text)
+    if text.count("{") + text.count("[") > DEEPEST and _depth(value) > DEEPEST:
+        return ParseError("content", "the call is nested too deeply", text)
     return value
+
+
+def _depth(value: Any) -> int:
+    """How many objects and lists stand in one another."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, (dict, list))]:
+        depth += 1
+        level = [v for outer in level for v in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
 
 
 def read_arguments(name: str, value: Any, text: str, call_id: str | None = None) -> Read:
