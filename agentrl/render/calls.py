@@ -25,8 +25,6 @@ def read_json(text: str) -> Any:
         return ParseError("content", "the call is nested too deeply", text)
     except ValueError as e:
         return ParseError("content", f"the call is not JSON: {e}", text)
-    if text.count("{") + text.count("[") > DEEPEST and _depth(value) > DEEPEST:
-        return ParseError("content", "the call is nested too deeply", text)
     return value
 
 
@@ -50,6 +48,8 @@ def read_arguments(name: str, value: Any, text: str, call_id: str | None = None)
             f"arguments of {name[:80]!r} must be an object, found {'none' if value is None else type(value).__name__}",
             text,
         )
+    if _depth(value) > DEEPEST:
+        return ParseError("content", "the call is nested too deeply", text)
     if not name.strip():
         return ParseError("content", "the call has no name", text)
     if SURROGATE.search(name + (call_id or "")) or not _encodable(value):
