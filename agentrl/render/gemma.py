@@ -65,10 +65,10 @@ def _python_call(node: ast.expr, body: str) -> Read:
 
 
 def alternating(messages: Sequence[Message]) -> list[Message]:
-    """Tools' messages as the user's, and neighbours of one role joined."""
+    """Tools' messages as the user's, system messages after the first too, and neighbours of one role joined."""
     out: list[Message] = []
-    for m in messages:
-        role = "user" if m["role"] == "tool" else m["role"]
+    for i, m in enumerate(messages):
+        role = "user" if m["role"] == "tool" or (m["role"] == "system" and i > 0) else m["role"]
         content = m.get("content") or ""
         previous = out[-1] if out else None
         if (

@@ -14,7 +14,7 @@ import orjson
 from agentrl.errors import TemplateError
 from agentrl.images import Image, Placed, image_parts, images_in
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
-from agentrl.render.facts import QUESTION, check_tokens, flattened, prefill_of, takes_parts, written_ends
+from agentrl.render.facts import QUESTION, check_tokens, flattened, header_tokens, prefill_of, takes_parts, written_ends
 from agentrl.render.images import Images
 from agentrl.render.jinja import ChatTemplate
 from agentrl.render.proof import KINDS, Proof, Prover, kind_of
@@ -26,6 +26,8 @@ from agentrl.types import Action, FinishReason, Message, Provenance
 
 GENERIC = Family("generic", (), "hermes")
 _CACHE = 4096
+_TAIL = 16
+"""ids that hold what a template prefills"""
 _PROMPTS = 256
 """first contexts that are kept: the members of a group begin with the same one"""
 
@@ -67,13 +69,14 @@ class Renderer:
         self._surplus = surplus
         self._args = template_args
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special, where, now=now)
-        self._shield = Shield(tokenizer, raw_content)
         self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
         self._prompts: dict[bytes, Pieces] = {}
         self._inline: dict[int, tuple[list[int], ...]] = {}
         self._takes_parts = takes_parts(self._template, family, template_args)
         check_tokens(self._template, tokenizer, family, template_args, where)
         written = written_ends(self._template, tokenizer, family, template_args, where)
+        headers = header_tokens(self._template, tokenizer, family, template_args)
+        self._shield = Shield(tokenizer, raw_content, own=action_format.own, headers=headers)
         known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
         self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}
         """tokens that end an assistant's turn"""
@@ -169,10 +172,24 @@ class Renderer:
         """Is among sampled ids one that stands for an image? No engine can tell it from an image."""
         return isinstance(self.images, Images) and self.images.placeholder_id in ids
 
-    def parse(self, ids: Sequence[int], finish_reason: FinishReason, max_calls: int) -> Action:
-        """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token."""
+    def parse(
+        self,
+        ids: Sequence[int],
+        finish_reason: FinishReason,
+        max_calls: int,
+        *,
+        context: Sequence[int] | None = None,
+    ) -> Action:
+        """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token.
+
+        `context` (the ids before them) says whether it did: some templates do not after a tool's result, and observations inside a
+        turn end without it. None: a context as after a user's message.
+        """
         body = ids[:-1] if ids and ids[-1] in self._last_ids else ids
-        action = self.format.parse(self.prefill + self.tokenizer.decode(body), finish_reason, max_calls)
+        text = self.tokenizer.decode(body)
+        if self.prefill and (context is None or self.tokenizer.decode(context[-_TAIL:]).endswith(self.prefill)):
+            text = self.prefill + text
+        action = self.format.parse(text, finish_reason, max_calls)
         if self._surplus == "error" or all(e.kind != "surplus" for e in action.errors):
             return action
         if self._surplus == "refuse":
