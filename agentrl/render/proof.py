@@ -23,7 +23,7 @@ from agentrl.types import Message
 PLACEHOLDER = "Placeholder7d1f"
 REASONING = "Reasoning3c9a"
 EARLIER = "Earlier8d2e"
-DUMMY_TOOL = {
+DUMMY_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }

@@ -91,9 +91,18 @@ def _about(renderer: Renderer) -> Iterator[str]:
     yield f"turn ends      {' '.join(renderer.ends)}"
     yield f"engine stops   {' '.join(stops)}"
     yield f"prefilled      {renderer.prefill!r}" if renderer.prefill else "prefilled      nothing"
+    yield f"tools          {_tools(renderer)}"
     yield f"history        {renderer.history_policy}"
     yield f"added tokens   {len(tokenizer.added)}, {len(tokenizer.controls)} of them special; inside content all are plain text"
     yield f"encoder        {'words from a cache, cut as the tokenizer cuts them' if tokenizer.is_fast else 'the tokenizer itself'}"
+
+
+def _tools(renderer: Renderer) -> str:
+    if not renderer.format.needs_tools:
+        return f"left to the environment's prompt by the action format {renderer.format.name}"
+    if renderer.shows_tools:
+        return "the template puts their schemas into the prompt"
+    return "LEFT OUT by the template: the environment's own prompt must describe them"
 
 
 def _proofs(renderer: Renderer) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Literal
 
 import orjson
@@ -17,7 +18,7 @@ from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Piec
 from agentrl.render.facts import QUESTION, check_tokens, flattened, header_tokens, prefill_of, takes_parts, written_ends
 from agentrl.render.images import Images
 from agentrl.render.jinja import ChatTemplate
-from agentrl.render.proof import KINDS, Proof, Prover, kind_of
+from agentrl.render.proof import DUMMY_TOOL, KINDS, Proof, Prover, kind_of
 from agentrl.render.scaffold import Scaffold, cut, merged
 from agentrl.render.shape import shape_of
 from agentrl.render.shield import Shield
@@ -65,6 +66,7 @@ class Renderer:
         """why new segments opened, and how often"""
         self.images = images
         """knows images in messages as the model does; None: the model takes none; an error: why it cannot"""
+        self._where = where
         self._family = family
         self._surplus = surplus
         self._args = template_args
@@ -236,25 +238,31 @@ class Renderer:
         Raises:
             TemplateError: the template does not know one of these roles.
         """
+        user: Message = {"role": "user", "content": "x"}
         for role in roles:
-            if role in ("user", "assistant"):
-                continue
-            message: Message = {
-                "role": role,
-                "content": "x",
-                **({"name": "f", "tool_call_id": "abcdefgh0"} if role == "tool" else {}),
-            }
-            if role == "system":
-                self._template.render(
-                    self._family.adapt([message, {"role": "user", "content": "x"}]),
-                    tools=None,
-                    generate=True,
-                    **self._args,
-                )
-            elif (
-                proof := self.proof([message], history=[{"role": "user", "content": "x"}], tools=())
-            ).reason is not None:
-                raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {proof.reason}")
+            if role == "tool":
+                result: Message = {"role": role, "content": "x", "name": "f", "tool_call_id": "abcdefgh0"}
+                proof = self.proof([result], history=[user], tools=())
+                if proof.reason is not None:
+                    raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {proof.reason}")
+            elif role not in ("user", "assistant"):
+                first = self._family.adapt([{"role": role, "content": QUESTION}, user])
+                text = self._template.render(first, tools=None, generate=True, **self._args)
+                if QUESTION not in text:
+                    raise TemplateError(f"{self._where}: its chat template leaves messages of role {role!r} out")
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Does the template put the tools' schemas into the prompt?"""
+        function = {**DUMMY_TOOL["function"], "name": QUESTION}
+        user: Message = {"role": "user", "content": "x"}
+        try:
+            text = self._template.render(
+                self._family.adapt([user]), tools=[{**DUMMY_TOOL, "function": function}], generate=True, **self._args
+            )
+        except TemplateError:
+            return False
+        return QUESTION in text
 
     def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
         """With tools in the prompt the tail must be the one without them: a template that moves its list of tools rewrites history."""
