@@ -1,8 +1,8 @@
 """What the trainer was fed in one optimizer step, for the record beside the episodes, and the rows made from it again.
 
 Tokens, masks and engine log-probs are in the episodes already. Kept here: which segments in which order, each one's advantage and weight,
-the trainer's own log-probs of the trained tokens, the plan of micro-batches, and of what their padded length is a multiple. `old_log_probs` and `ref_log_probs` are what the loss was
-given; where it took its own (one optimizer step per rollout), `log_probs` are those.
+the trainer's own log-probs of the trained tokens, the plan of micro-batches, and of what their padded length is a multiple.
+`old_log_probs` and `ref_log_probs` are what the loss was given; where it took its own (one optimizer step per rollout), `log_probs` are those.
 """
 
 from __future__ import annotations
