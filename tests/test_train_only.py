@@ -5,7 +5,8 @@ import json
 
 import pytest
 from doubles import SAMPLED, FakeEngine, groups_of, make_runner
-from test_replay import Search, script
+from lookup import Search
+from replays import script
 
 from agentrl import __version__, reward
 from agentrl.cli import main
