@@ -107,6 +107,27 @@ def span_at(t, turn, provenance):
     raise AssertionError(f"turn {turn} has no {provenance}")
 
 
+class NoteTrainer:
+    """Notes what it is fed."""
+
+    copies, micro_batch_tokens = 1, 1 << 14
+
+    def __init__(self):
+        self.fed = []
+
+    def step(self, rows, loss, lr):
+        self.fed.append(list(rows))
+        return {"loss": 0.5, "grad_norm": 1.0, "log_probs": [r.rollout_log_probs for r in rows]}
+
+    def save(self, path):
+        path.mkdir(parents=True)
+
+    def export_weights(self, path):
+        path.mkdir(parents=True)
+
+    def close(self): ...
+
+
 async def command(*words):
     """A command of agentrl, in a thread: it runs an event loop of its own."""
     return await asyncio.to_thread(main, list(map(str, words)))

@@ -204,39 +204,6 @@ async def test_replay_of_one_episode_under_another_limit_exits_with_1(lookup_run
     assert "limit: how the episode goes on at turn 1" in out
 
 
-@pytest.mark.parametrize(
-    ("harm", "words", "says"),
-    [
-        (lambda path, env: env.unlink(), [], "no such file"),
-        (lambda path, env: None, ["99-9"], "no episode '99-9'"),
-        (lambda path, env: (path / "config.toml").unlink(), [], "no config.toml of a run"),
-        (lambda path, env: next(path.glob("episodes/*.zst")).write_bytes(b"nonsense" * 9), [], "damaged"),
-        (lambda path, env: None, ["--no-such-flag"], "no-such-flag"),
-    ],
-)
-async def test_bad_input_is_one_sentence_and_changes_nothing(lookup_run, capsys, harm, words, says):
-    path, env = lookup_run
-    harm(path, env)
-    for file in path.glob("episodes/*.index"):
-        file.unlink()
-    before = sorted(str(p) for p in path.rglob("*"))
-    assert await command("replay", path, *words) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
-    assert sorted(str(p) for p in path.rglob("*")) == before
-
-
-async def test_a_truncated_file_is_replayed_with_a_count(lookup_run, capsys):
-    path, _ = lookup_run
-    (file,) = path.glob("episodes/*.zst")
-    file.write_bytes(file.read_bytes()[:-5])
-    assert await command("replay", path) == 0
-    out = capsys.readouterr().out
-    assert "5 episodes replayed: identical" in out
-    assert "1 half-written episode skipped" in out
-
-
 async def test_rescore_end_to_end(lookup_run, tmp_path, capsys):
     path, env = lookup_run
     out = tmp_path / "again"

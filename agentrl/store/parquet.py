@@ -6,6 +6,7 @@ the episode's first segment), so nothing is lost.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -51,10 +52,15 @@ def write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:
         raise ConfigError(f"{file} exists already; give a new file")
     rows, total = (row for r in records for row in rows_of(r)), 0
     file.parent.mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(file, _schema(pa), compression="zstd") as writer:
-        while batch := list(islice(rows, _BATCH)):
-            writer.write_table(pa.Table.from_pylist(batch, _schema(pa)))
-            total += len(batch)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        with pq.ParquetWriter(part, _schema(pa), compression="zstd") as writer:
+            while batch := list(islice(rows, _BATCH)):
+                writer.write_table(pa.Table.from_pylist(batch, _schema(pa)))
+                total += len(batch)
+        part.rename(file)
+    finally:
+        part.unlink(missing_ok=True)
     return total
 
 
@@ -66,8 +72,13 @@ def write_hf_dataset(folder: Path, records: Iterable[Mapping[str, Any]]) -> int:
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; give a new folder")
-    total = write_parquet(folder / "data" / "train-00000-of-00001.parquet", records)
-    (folder / "README.md").write_text(_CARD, encoding="utf-8")
+    part = folder.with_name(f".{folder.name}.part")
+    try:
+        total = write_parquet(part / "data" / "train-00000-of-00001.parquet", records)
+        (part / "README.md").write_text(_CARD, encoding="utf-8")
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return total
 
 
