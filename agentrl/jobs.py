@@ -62,8 +62,7 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
         job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
         for step, entries in enumerate(rollouts):
             groups, table = _read(job, recording, entries, step)
-            job.row, job.seconds = rollout_metrics(groups, table), {}
-            job.report.count(groups, table)
+            job.row, job.seconds = rollout_metrics(groups, table, job.report.count(groups, table)), {}
             await job.optimize(groups)
             job.record(step)
         await job.save(len(rollouts))
