@@ -56,12 +56,13 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     if not rollouts:
         raise DataError(f"{source}: no episode of the train split in it")
     job = Job(config, None, out, trains=True)
+    if recording.note:
+        out(recording.note)
     try:
         job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
         for step, entries in enumerate(rollouts):
             groups, table = _read(job, recording, entries, step)
-            job.row, job.seconds = rollout_metrics(groups, table), {}
-            job.report.count(groups, table)
+            job.row, job.seconds = rollout_metrics(groups, table, job.report.count(groups, table)), {}
             await job.optimize(groups)
             job.record(step)
         await job.save(len(rollouts))

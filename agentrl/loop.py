@@ -120,8 +120,7 @@ class Job:
             specs, self.config.rollout.rollout_temperature, self.config.run.seed, {"step": step, "split": "train"}
         )
         self.seconds = {"rollout_s": time.perf_counter() - started}
-        self.row = rollout_metrics(groups, table)
-        self.report.count(groups, table)
+        self.row = rollout_metrics(groups, table, self.report.count(groups, table))
         return groups
 
     async def optimize(self, groups: Sequence[Group]) -> None:

@@ -38,12 +38,14 @@ class Report:
 
             self._board = Writer(str(folder / "tensorboard"))
 
-    def count(self, groups: Sequence[Group], table: CauseTable) -> None:
-        """Add the episodes and causes of a rollout or an evaluation."""
+    def count(self, groups: Sequence[Group], table: CauseTable) -> int:
+        """Add the episodes and causes of a rollout or an evaluation; returns its exactness violations."""
         self.table.merge(table)
         self.totals["episodes"] += sum(len(g.trajectories) for g in groups)
-        self.totals["exactness_violations"] += exactness_violations(t for g in groups for t in g.trajectories)
         self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
+        violations = exactness_violations(t for g in groups for t in g.trajectories)
+        self.totals["exactness_violations"] += violations
+        return violations
 
     def step(self, step: int, row: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Add a finished rollout's numbers."""
