@@ -82,7 +82,7 @@ class Job:
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
         else:
-            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config)
+            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config, __version__)
             self._restore(state)
         self.report.open(self.folder.path, config, self.step)
         self.engine: Engine = self.parts.engine(self.folder.path)
@@ -207,10 +207,8 @@ class Job:
 
     async def finish(self) -> None:
         """Export the weights, draw the curve, write the summary."""
-        target = self.folder.path / "hf"
-        if not target.exists():
-            await self.weights.lend(self.trainer, self.engine, keep_weights=True)
-            await asyncio.to_thread(self.trainer.export_weights, target)
+        await self.weights.lend(self.trainer, self.engine, keep_weights=True)
+        await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
         self.report.finish(self.folder.path, self.config)
         self.out(self.report.closing(self.folder.path))
 

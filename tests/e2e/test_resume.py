@@ -61,6 +61,11 @@ def state(run):
     return (run / "metrics.jsonl").read_bytes(), episodes(run), weights
 
 
+def equal(run, other):
+    for mine, theirs in zip(state(run), state(other), strict=True):
+        assert mine == theirs
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
@@ -68,7 +73,7 @@ def whole(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = (run / "metrics.jsonl").read_bytes()
     assert metrics.count(b"train/grad_norm") >= 2, "the run must train, or equality says nothing"
-    return state(run)
+    return run
 
 
 @pytest.mark.slow
@@ -81,7 +86,19 @@ def test_killed_and_resumed(tmp_path, whole, when, at):
     resumed = drive("never", 0, "--resume", str(run))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed after rollout" in resumed.stdout
-    metrics, recorded, weights = state(run)
-    assert metrics == whole[0]
-    assert recorded == whole[1]
-    assert weights == whole[2]
+    equal(run, whole)
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_with_more_rollouts(tmp_path, whole):
+    run = tmp_path / "run"
+    short = drive("never", 0, "--env", "search_r1", "--run", str(run), *WORDS, "--num-rollout", "1")
+    assert short.returncode == 0, short.stdout + short.stderr
+    before = state(run)[2]
+    longer = drive("never", 0, "--resume", str(run), "--num-rollout", "3")
+    assert longer.returncode == 0, longer.stdout + longer.stderr
+    equal(run, whole)
+    assert state(run)[2] != before
+    assert not list(run.glob(".*"))
+    assert "num_rollout = 3" in (run / "config.toml").read_text()
+    assert orjson.loads((run / "summary.json").read_bytes())["steps"] == 3
