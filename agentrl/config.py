@@ -146,7 +146,7 @@ class RolloutSettings:
 class EngineSettings:
     """Inference."""
 
-    engine: Literal["local", "scripted", "sglang"] = "local"
+    engine: Literal["local", "sglang"] = "local"
     """local: in this process; sglang: servers, started here or attached to"""
     colocate: bool = False
     """sglang: engines and trainer share the same cards, in turns"""

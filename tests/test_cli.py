@@ -113,6 +113,14 @@ def test_value_of_the_wrong_type_names_the_flag(here, capsys):
     assert "'many'" in err
 
 
+def test_the_scripted_engine_is_no_flag(here, capsys):
+    """It follows a function of Python's, which no flag can name; it is for tests and `agentrl check`."""
+    assert "--engine: input should be 'local' or 'sglang', found 'scripted'" in refused(
+        capsys, "rollout", "--engine", "scripted"
+    )
+    assert not (here / "runs").exists()
+
+
 def test_model_without_chat_template(here, model, capsys):
     (model / "tokenizer_config.json").write_text("{}")
     assert "no chat template" in refused(capsys, "train", "--model", str(model))
