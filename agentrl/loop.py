@@ -84,7 +84,7 @@ class Job:
         else:
             self.folder, self.checkpoint, state = RunFolder.reopen(resume, config, __version__)
             self._restore(state)
-        self.report.open(self.folder.path, config, self.step)
+        self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.parts.engine(self.folder.path)
         self.processes = self.parts.runner_processes(self.engine, out)
         self.trainer: Any = None
