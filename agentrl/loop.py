@@ -64,8 +64,6 @@ class Job:
         self.config = config
         self.out = out
         self.parts = Parts(config)
-        if trains:
-            self.parts.require_trainable()
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         self.source = DataSource(
             self.parts.tasks("train"),
@@ -73,6 +71,10 @@ class Job:
             seed=config.run.seed,
             shuffle=config.data.rollout_shuffle,
         )
+        if trains:
+            self.parts.require_trainable()
+        else:
+            self.parts.require_weights()
         self.fingerprint = settings_fingerprint(config)
         self.step = 0
         self.policy_version = 0

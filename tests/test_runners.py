@@ -298,5 +298,5 @@ async def test_evaluation_too(settings):
 
 
 def test_an_engine_in_this_process_is_refused():
-    with pytest.raises(ConfigError, match="--runner-processes needs --engine sglang .*local"):
+    with pytest.raises(ConfigError, match=r"--runner-processes needs --engine sglang .*local"):
         build_config({"engine": "local", "runner_processes": 2})
