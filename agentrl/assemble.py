@@ -72,15 +72,29 @@ class Parts:
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     def require_trainable(self) -> None:
-        """Refuse, before the first episode, a model that takes images.
+        """Refuse, before anything starts, what cannot be trained: a model that takes images, settings that do not fit model or machine.
 
         Raises:
-            ConfigError: it does.
+            UsageError: one sentence.
         """
+        from agentrl.train.settings import check_trainer
+
         if isinstance(self.renderer.images, Images) and "vision_config" in self._model_config():
             raise ConfigError(
                 f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
             )
+        check_trainer(self.folder, self.config.megatron, self.config.train.actor_num_gpus_per_node, len(gpus()))
+
+    def require_weights(self) -> None:
+        """Refuse, before anything starts, a model folder without weights for the local engine.
+
+        Raises:
+            DataError: it has none.
+        """
+        from agentrl.train.settings import weight_files
+
+        if self.servers is None and not any(self.folder.glob("*.bin")):
+            weight_files(self.folder)
 
     def limits(self) -> Limits:
         """Bounds of an episode."""
@@ -182,9 +196,6 @@ class Parts:
         from agentrl.train.megatron import MegatronTrainer
 
         c = self.config
-        ranks, cards = c.train.actor_num_gpus_per_node or 1, len(gpus())
-        if 0 < cards < ranks:
-            raise ConfigError(f"--actor-num-gpus-per-node {ranks}: this machine has {cards} GPU{'s' * (cards > 1)}")
         return MegatronTrainer(
             self.folder,
             megatron=c.megatron,

@@ -64,8 +64,6 @@ class Job:
         self.config = config
         self.out = out
         self.parts = Parts(config)
-        if trains:
-            self.parts.require_trainable()
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         self.source = DataSource(
             self.parts.tasks("train"),
@@ -73,6 +71,10 @@ class Job:
             seed=config.run.seed,
             shuffle=config.data.rollout_shuffle,
         )
+        if trains:
+            self.parts.require_trainable()
+        else:
+            self.parts.require_weights()
         self.fingerprint = settings_fingerprint(config)
         self.step = 0
         self.policy_version = 0
@@ -82,9 +84,9 @@ class Job:
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
         else:
-            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config)
+            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config, __version__)
             self._restore(state)
-        self.report.open(self.folder.path, config, self.step)
+        self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.parts.engine(self.folder.path)
         self.processes = self.parts.runner_processes(self.engine, out)
         self.trainer: Any = None
@@ -206,10 +208,8 @@ class Job:
 
     async def finish(self) -> None:
         """Export the weights, draw the curve, write the summary."""
-        target = self.folder.path / "hf"
-        if not target.exists():
-            await self.weights.lend(self.trainer, self.engine, keep_weights=True)
-            await asyncio.to_thread(self.trainer.export_weights, target)
+        await self.weights.lend(self.trainer, self.engine, keep_weights=True)
+        await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
         self.report.finish(self.folder.path, self.config)
         self.out(self.report.closing(self.folder.path))
 

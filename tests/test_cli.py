@@ -2,7 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
+from doubles import FakeEngine
+from safetensors.numpy import save_file
 
 from agentrl.cli import main
 from agentrl.config import FIELDS
@@ -12,6 +15,17 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QWEN3 = {
+    "model_type": "qwen3",
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+}
 SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
 --hf-checkpoint --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
 --num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout
@@ -33,7 +47,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(here):
-    """A folder with a tokenizer and a config, enough for everything that is checked before the weights are read."""
+    """A folder with a tokenizer, a config and a file of weights, enough for everything that is checked before the weights are read."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     folder = here / "model"
@@ -43,7 +57,8 @@ def model(here):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 512}))
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 
@@ -90,6 +105,15 @@ def test_unknown_flag_suggests(here, capsys):
     )
 
 
+def test_a_flag_without_its_value(here, capsys):
+    assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
+
+
+def test_unknown_command_suggests(capsys):
+    err = refused(capsys, "trian", "--env", "search_r1")
+    assert err == "agentrl: unknown command 'trian'; did you mean 'train'?\n"
+
+
 def test_unknown_env_suggests(here, capsys):
     assert "unknown env 'search_r2'; did you mean 'search_r1'" in refused(capsys, "train", "--env", "search_r2")
 
@@ -113,6 +137,14 @@ def test_value_of_the_wrong_type_names_the_flag(here, capsys):
     assert "'many'" in err
 
 
+def test_the_scripted_engine_is_no_flag(here, capsys):
+    """It follows a function of Python's, which no flag can name; it is for tests and `agentrl check`."""
+    assert "--engine: input should be 'local' or 'sglang', found 'scripted'" in refused(
+        capsys, "rollout", "--engine", "scripted"
+    )
+    assert not (here / "runs").exists()
+
+
 def test_model_without_chat_template(here, model, capsys):
     (model / "tokenizer_config.json").write_text("{}")
     assert "no chat template" in refused(capsys, "train", "--model", str(model))
@@ -122,14 +154,76 @@ def test_no_such_model(here, capsys):
     assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
 
 
-def test_run_folder_exists(here, model, capsys):
+@pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval"], ["sft", "talk.jsonl"]], ids=lambda w: w[0])
+def test_run_folder_exists(here, model, capsys, words):
     run = here / "run"
     run.mkdir()
     (run / "precious").write_text("kept")
-    err = refused(capsys, "train", "--model", str(model), "--run", str(run))
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    err = refused(capsys, *words, "--model", str(model), "--run", str(run))
     assert "exists already" in err
     assert "--resume" in err
     assert [p.name for p in run.iterdir()] == ["precious"]
+
+
+# -- what the trainer cannot do is said before there is a run folder ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--tensor-model-parallel-size 3", "3 does not divide the model's 2 key-value heads"),
+        ("--pipeline-model-parallel-size 2 --num-layers 3", "num_layers = 3 contradicts the model"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", "3 ranks are not a multiple"),
+        ("--tensor-model-parallel-size 0", "must be at least 1, found 0"),
+        ("--eps-clip-c 1", "--eps-clip-c must be above 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "sft talk.jsonl"])
+def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words, says):
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
+    assert says in refused(capsys, *command.split(), "--model", str(model), *words.split())
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("wieght_decay = 0.1", "megatron-core has no setting 'wieght_decay'; did you mean 'weight_decay'"),
+        ('weight_decay = "much"', "weight_decay takes a value of type float; found 'much'"),
+        ("tensor_model_parallel_size = true", "takes a value of type int; found True"),
+        ("bf16 = true", "bf16 cannot be set; what decides it: the trainer's dtype"),
+    ],
+)
+def test_mistakes_in_megatrons_table(here, model, capsys, line, says):
+    (here / "c.toml").write_text(f"[megatron]\n{line}\n")
+    assert says in refused(capsys, "train", "--config", "c.toml", "--model", str(model))
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+def test_a_model_without_weights(here, model, capsys, command):
+    (model / "model.safetensors").unlink()
+    assert "holds no *.safetensors files" in refused(capsys, command, "--model", str(model))
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert "has no file one.safetensors" in refused(capsys, command, "--model", str(model))
+    assert not (here / "runs").exists()
+
+
+def test_a_config_that_does_not_say_the_shape(here, model, capsys):
+    (model / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != "rms_norm_eps"}))
+    assert "does not say rms_norm_eps" in refused(capsys, "train", "--model", str(model))
+
+
+def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.assemble.gpus", lambda: [(80_000, 80_000)])
+    words = ["--model", str(model), "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node"]
+    for ranks in ("2", "none"):
+        assert "needs 2 GPUs, one for each rank; this machine has 1" in refused(capsys, "train", *words, ranks)
+    assert not (here / "runs").exists()
 
 
 def test_unknown_key_in_toml_says_where_it_belongs(here, capsys):
@@ -142,11 +236,13 @@ def test_top_p_is_refused_unless_opted_in(here, capsys):
 
 
 def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
-    assert main(["train", "--resume", "nowhere"]) != 0
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is no run folder" in refused(capsys, "train", "--resume", "nowhere")
     (here / "run").mkdir()
     (here / "run" / "config.toml").write_text("")
     assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
+    (here / "c.toml").write_text("")
+    assert "leave out --config" in refused(capsys, "train", "--resume", "run", "--config", "c.toml")
+    assert "leave out --train-only" in refused(capsys, "train", "--resume", "run", "--train-only", "run")
 
 
 @pytest.mark.parametrize("flag", SLIME_FLAGS)
@@ -164,7 +260,7 @@ def test_every_flag_of_slime_is_taken_or_refused_by_name(flag, here, capsys):
     assert name in megatron_flags()
 
 
-def test_env_whose_step_returns_the_wrong_type(here, model, capsys):
+def test_env_whose_step_returns_the_wrong_type(here, model, capsys, monkeypatch):
     (here / "bad.py").write_text(
         "from agentrl import Env, Task\n"
         "class Bad(Env):\n"
@@ -176,6 +272,11 @@ def test_env_whose_step_returns_the_wrong_type(here, model, capsys):
     out = capsys.readouterr().out
     assert "step" in out
     assert "StepResult" in out
+    monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, ["x"]))
+    err = refused(capsys, "rollout", "--env", "bad.py", "--model", str(model), "--rollout-batch-size", "1")
+    assert "step" in err
+    assert "StepResult" in err
+    assert "'done'" in err
 
 
 ENV = """
