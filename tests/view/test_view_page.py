@@ -3,15 +3,13 @@
 Needs Debian's chromium and chromium-driver and the package selenium; skipped where they are missing.
 """
 
-import asyncio
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,64 +20,26 @@ from agentrl.store import EpisodeWriter, Recording
 from agentrl.types import Observation
 from agentrl.view.detail import episode_detail
 from agentrl.view.export import html_of
-from agentrl.view.server import start
-from agentrl.view.source import RunSource
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
+import chromium
+from chromium import find, open_page, press, start_browser, text, wait
+from selenium import webdriver
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")]
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-sync",
-    "--window-size=1400,1000",
-)
-FLAGS += (
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-)
+Served = partial(chromium.Served, decode=decode)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (chromium.CHROMIUM and chromium.DRIVER), reason="needs chromium and chromedriver"),
+]
 
 
 @pytest.fixture(scope="module")
 def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    made = webdriver.Chrome(options=options, service=Service(DRIVER))
+    made = start_browser()
     yield made
     made.quit()
-
-
-class Served:
-    """A run behind a server in a thread of its own."""
-
-    def __init__(self, path):
-        self.path = path
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.runner, port = self._do(start(RunSource(path, decode), 0))
-        self.url = f"http://127.0.0.1:{port}/"
-
-    def _do(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
-
-    def close(self):
-        self._do(self.runner.cleanup())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
 
 
 @pytest.fixture
@@ -90,32 +50,6 @@ def run(tmp_path):
     yield served
     served.close()
     writer.close()
-
-
-def wait(browser, what, seconds=15):
-    return WebDriverWait(browser, seconds, 0.05).until(what)
-
-
-def find(browser, css):
-    return browser.find_elements(By.CSS_SELECTOR, css)
-
-
-def text(browser, css="main"):
-    return browser.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", css)
-
-
-def open_page(browser, url):
-    browser.get("about:blank")
-    browser.get_log("browser")
-    browser.get_log("performance")
-    browser.get(url)
-    if "#" in url or url.startswith("http"):
-        wait(browser, lambda b: b.execute_script("return document.getElementById('main')?.dataset.ready"))
-
-
-def press(browser, *keys):
-    for key in keys:
-        browser.switch_to.active_element.send_keys(key)
 
 
 def check_quiet(browser, *allowed):
