@@ -7,20 +7,19 @@ from statistics import fmean
 
 from agentrl.advantage import EQUAL
 from agentrl.rollout import CauseTable
-from agentrl.store import exactness_violations
 from agentrl.types import Group, Status, Trajectory
 
 
-def rollout_metrics(groups: Sequence[Group], table: CauseTable) -> dict[str, float]:
-    """Means over the episodes that stand, and counts of the rest."""
+def rollout_metrics(groups: Sequence[Group], table: CauseTable, violations: int) -> dict[str, float]:
+    """Means over the episodes that stand, and counts of the rest; `violations` of exactness are those of every attempt."""
     done = [t for g in groups for t in g.trajectories]
     out: dict[str, float] = {
         "episodes": len(done),
         "failures": table.failures,
         "retried": table.retried,
         "dropped_groups": table.dropped_groups,
+        "exactness_violations": violations,
     }
-    out["exactness_violations"] = exactness_violations(done)
     out |= {f"stop/{reason}": n for reason, n in table.by_reason().items()}
     if not done:
         return out
