@@ -83,6 +83,7 @@ bench: setup ## benchmarks on this machine: the local engine, rendering, recordi
 	@$(BIN)/python benchmarks/local_engine.py $(ARGS)
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/replay.py
 
 bench-train: setup ## the example with three seeds, and with a reward of noise (half an hour); writes benchmarks/results/search_r1_cpu.*
 	@exec $(BIN)/python benchmarks/search_r1.py $(ARGS)

@@ -67,6 +67,8 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     if not rollouts:
         raise DataError(f"{source}: no episode of the train split in it")
     job = Job(config, None, out, trains=True)
+    if recording.note:
+        out(recording.note)
     try:
         job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
         for step, entries in enumerate(rollouts):

@@ -153,17 +153,3 @@ class _Open:
         self._crc = zlib.crc32(array("i", self.ids[self._summed :]).tobytes(), self._crc)
         self._summed = len(self.ids)
         return self._crc
-
-
-def check_contexts(segments: Sequence[Segment], turns: Iterable[tuple[int, int, Sequence[int]]]) -> int:
-    """Count exactness violations: turns (segment, context length, ids that were sent) whose ids are not the recorded prefix.
-
-    Raises:
-        InvariantError: a turn names a segment that does not exist.
-    """
-    violations = 0
-    for segment, length, sent in turns:
-        if segment >= len(segments):
-            raise InvariantError(f"a turn names segment {segment} of {len(segments)}")
-        violations += segments[segment].ids[:length] != list(sent)
-    return violations

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -21,7 +21,7 @@ from agentrl.loop import Print
 from agentrl.runfolder import RunFolder
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
-from agentrl.store import read_episodes
+from agentrl.store import Recording, from_record
 from agentrl.train.base import LossConfig
 from agentrl.train.fed import step_record
 from agentrl.train.rows import make_rows
@@ -32,7 +32,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
     """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
     parts = Parts(config)
     parts.require_trainable()
-    episodes = load_episodes(sources, parts)
+    episodes = load_episodes(sources, parts, out)
     samples = [s for t in episodes for s in to_samples(t, demonstrations=True)]
     folder = RunFolder.create(config, __version__)
     trainer = await asyncio.to_thread(parts.trainer, folder.path, reference=False)
@@ -72,7 +72,7 @@ def _step(
     return metrics
 
 
-def load_episodes(sources: Sequence[Path], parts: Parts) -> list[Trajectory]:
+def load_episodes(sources: Sequence[Path], parts: Parts, out: Print) -> list[Trajectory]:
     """Episodes of store folders and of JSONL files of conversations that have something to train on, each under a name of its own.
 
     Raises:
@@ -81,7 +81,7 @@ def load_episodes(sources: Sequence[Path], parts: Parts) -> list[Trajectory]:
     found: list[Trajectory] = []
     for number, source in enumerate(sources):
         written = source.suffix == ".jsonl"
-        read = read_conversations(source, parts.renderer, parts.context_length) if written else read_episodes(source)
+        read = read_conversations(source, parts.renderer, parts.context_length) if written else recorded(source, out)
         # ordinals count from 0 in every source
         named = (replace(t, episode_id=f"{number}/{t.episode_id}") for t in read)
         kept = [t for t in named if to_samples(t, demonstrations=True)]
@@ -89,6 +89,14 @@ def load_episodes(sources: Sequence[Path], parts: Parts) -> list[Trajectory]:
             raise DataError(f"{source}: no episode in it has a token to train on")
         found += kept
     return found
+
+
+def recorded(source: Path, out: Print) -> Iterator[Trajectory]:
+    """All episodes of a store; says what is to be known of it."""
+    recording = Recording(source)
+    if recording.note:
+        out(recording.note)
+    return (from_record(r, recording.images) for r in recording.records())
 
 
 def make_batches(samples: Sequence[Sample], config: Config) -> list[list[Sample]]:

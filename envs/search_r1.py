@@ -47,7 +47,10 @@ def shared_retriever(kind: str, corpus: str | None, url: str | None) -> Retrieve
 
 
 class SearchR1(ToolEnv):
-    """Multi-turn question answering over a corpus."""
+    """Multi-turn question answering over a corpus.
+
+    The Factbook's index is made by the first search (about a second), so that a replay of recorded results does not wait for it.
+    """
 
     name = "search_r1"
     rewards = (em, f1)
@@ -72,7 +75,9 @@ class SearchR1(ToolEnv):
         passage_chars: each passage is cut to so many characters.
         instructions: tell the policy the format first; the embedded policy knows it, other models need it.
         """
-        self.retriever = shared_retriever(retriever, corpus, url)
+        self._retriever = functools.partial(shared_retriever, retriever, corpus, url)
+        if (retriever, corpus) != ("bm25", None):
+            self._retriever()  # making it may take longer than a call of a tool may
         self.topk = topk
         self.passage_chars = passage_chars
         self.instructions = instructions
@@ -91,7 +96,7 @@ class SearchR1(ToolEnv):
         Args:
             query: what to look for
         """
-        (found,) = self.retriever.search([query], self.topk)
+        (found,) = self._retriever().search([query], self.topk)
         return show(found, max_chars=self.passage_chars) or "nothing found"
 
     @classmethod

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from agentrl.render import Renderer, Tokenizer, make_renderer
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `doubles`
+sys.path.insert(0, str(Path(__file__).parent))  # for `doubles` and the like
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
@@ -122,3 +122,30 @@ def hermes(tokenizer: Tokenizer) -> Renderer:
 def tags(tokenizer: Tokenizer) -> Renderer:
     """Search-R1's tags, observations inline."""
     return make_renderer(tokenizer, "search_r1")
+
+
+@pytest.fixture
+async def lookup_run(tmp_path, tokenizer_dir, tags):
+    """A run folder as `agentrl rollout` leaves it, made with the scripted engine; and the file of its environment."""
+    from lookup import Search
+    from replays import record, script
+
+    from agentrl import __version__
+    from agentrl.config import build_config
+    from agentrl.runfolder import RunFolder
+
+    env = tmp_path / "lookup.py"
+    shutil.copy(Path(__file__).parent / "lookup.py", env)
+    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    settings = {
+        "run": str(tmp_path / "run"),
+        "hf_checkpoint": str(tokenizer_dir),
+        "env": str(env),
+        "rollout_max_response_len": 2048,
+        "tensorboard": False,
+    }
+    folder = RunFolder.create(build_config(settings), __version__)
+    for t in await record(Search, script, tags, tmp_path / "made"):
+        folder.episodes.write(t, step=0, split="train")
+    folder.close()
+    return folder.path, env

@@ -277,3 +277,95 @@ def test_env_whose_step_returns_the_wrong_type(here, model, capsys, monkeypatch)
     assert "step" in err
     assert "StepResult" in err
     assert "'done'" in err
+
+
+ENV = """
+from agentrl import Env, Task, Tool, ToolEnv, tool
+
+class Clock(Tool):
+    def call(self, zone: str) -> str:
+        return "noon"
+
+class Ask(ToolEnv):
+    tools = [Clock]
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task("0", PROMPT, 1)]
+
+    @tool
+    def look_up(self, query: str) -> str:
+        return "x"
+"""
+NO_SYSTEM = (
+    "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}" + TEMPLATE
+)
+DEAF = TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
+SHOWN = "{{ tools | tojson if tools }}" + TEMPLATE
+
+
+class TestTheTemplateIsAskedFirst:
+    """Before an engine starts: what an environment needs of the chat template."""
+
+    @pytest.fixture
+    def run(self, here, model, capsys):
+        def run(template, more="", prompt="'hello'", env="env.py:Ask"):
+            (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+            (here / "env.py").write_text(ENV.replace("PROMPT", prompt) + more)
+            code = main(["eval", "--model", str(model), "--env", env, "--engine", "local"])
+            err = capsys.readouterr().err
+            assert (here / "runs").exists() is (code == 1)  # it goes on to the weights, of which the folder has none
+            return err
+
+        return run
+
+    def test_tools_that_it_leaves_out(self, run):
+        err = run(TEMPLATE)
+        assert (
+            "its chat template leaves tools out, so the policy would never hear of clock, look_up of environment Ask"
+            in err
+        )
+        assert "leaves tools out" in run(TEMPLATE, "    system_prompt = 'Call clock(zone).'\n")
+
+    @pytest.mark.parametrize(("template", "more"), [
+        (SHOWN, ""), (TEMPLATE, "    shows_tools = True\n"), (TEMPLATE, "    action_format = 'search_r1'\n"),
+        (TEMPLATE, "    system_prompt = 'Call clock(zone) or look_up(query).'\n"), (TEMPLATE, "    tools = []\n    look_up = None\n"),
+    ])  # fmt: skip
+    def test_tools_that_it_shows_or_need_not(self, run, template, more):
+        err = run(template, more)
+        assert "leaves tools out" not in err
+        assert "safetensors" in err
+
+    @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
+    @pytest.mark.parametrize(("template", "said"), [
+        (NO_SYSTEM, "refuses a conversation of roles (system, user): no system role"), (DEAF, "leaves messages of role 'system' out"),
+    ])  # fmt: skip
+    def test_a_system_prompt_that_it_does_not_take(self, run, template, said, more):
+        assert said in run(template, f"{more}    shows_tools = True\n    system_prompt = 'Be brief.'\n")
+
+    @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
+    def test_a_role_of_a_task_that_it_does_not_know(self, run, more):
+        template = TEMPLATE.replace("in messages %}", "in messages if m.role in ('user', 'assistant', 'tool') %}")
+        prompt = "({'role': 'developer', 'content': 'be brief'}, {'role': 'user', 'content': 'hello'})"
+        err = run(template, f"{more}    shows_tools = True\n", prompt)
+        assert "task 0: " in err
+        assert "leaves messages of role 'developer' out" in err
+
+
+def test_tokens_says_what_is_known_of_a_template(model, capsys):
+    assert main(["tokens", "--model", str(model), "--width", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "tools          LEFT OUT by the template" in out
+    assert "a tool's result: proven over 18 histories, spliced: <|im_end|> \\n<|im_start|>tool\\n[…]" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("SAMPLED")] == [["SAMPLED", "1"]] * 2
+    assert main(["tokens", "--model", str(model), "--action-format", "search_r1"]) == 0
+    assert "tools          left to the environment's prompt by the action format search_r1" in capsys.readouterr().out
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": SHOWN}))
+    assert main(["tokens", "--model", str(model)]) == 0
+    assert "tools          the template puts their schemas into the prompt" in capsys.readouterr().out
+
+
+def test_tokens_of_a_model_that_cannot_be_rendered(model, capsys):
+    (model / "tokenizer_config.json").write_text("{}")
+    assert "has no chat template" in refused(capsys, "tokens", "--model", str(model))
+    assert "unknown flag --histry" in refused(capsys, "tokens", "--model", str(model), "--histry")

@@ -30,12 +30,32 @@ def test_rows_hold_the_arrays_of_the_samples():
     assert extras(json.loads(rows[0]["record"])) == {"step": 0, "split": "train"}
 
 
+def test_no_column_is_of_a_type_that_datasets_cannot_read(tmp_path):
+    """It has features for lists and structs, none for maps."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    write_hf_dataset(tmp_path / "d", records())
+    kinds = [f.type for f in pq.read_schema(tmp_path / "d" / "data" / "train-00000-of-00001.parquet")]
+    while kinds:
+        kind = kinds.pop()
+        assert not pa.types.is_map(kind)
+        kinds += [kind.field(i).type for i in range(kind.num_fields)]
+
+
+def test_datasets_reads_it(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets")
+    write_hf_dataset(tmp_path / "d", records())
+    rows = datasets.load_dataset(str(tmp_path / "d"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(rows) == 6
+    assert rows[3]["rewards"] == [{"name": "r", "value": 0.5}]
+    assert rows[3]["tokens"] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_file_and_a_dataset_are_written_once(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     assert write_parquet(tmp_path / "a.parquet", records()) == 6
     table = pq.read_table(tmp_path / "a.parquet").to_pylist()
     assert table[3]["tokens"] == [1, 2, 3, 4, 5, 6]
-    assert dict(table[2]["rewards"]) == {"r": 0.5}
+    assert table[2]["rewards"] == [{"name": "r", "value": 0.5}]
     with pytest.raises(ConfigError, match="exists already"):
         write_parquet(tmp_path / "a.parquet", records())
     assert write_hf_dataset(tmp_path / "d", records()) == 6

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
-from agentrl.recorder import Recorder, check_contexts
+from agentrl.recorder import Recorder
 from agentrl.types import FinishReason, Provenance
 
 IDS = st.lists(st.integers(0, 50), min_size=1, max_size=5)
@@ -25,15 +25,14 @@ def test_each_context_is_an_exact_prefix_of_the_next(prompt, turns):
     recorder.open([(PROMPT, prompt)])
     sent = []
     for i, (sampled, observed) in enumerate(turns):
-        sent.append((0, recorder.length(), recorder.context()))
+        sent.append(recorder.context())
+        assert recorder.length() == len(sent[-1])
         recorder.sampled(generation(sampled), turn=i, temperature=0.7)
         recorder.extend([(Provenance.TEMPLATE, []), (OBSERVATION, observed)], turn=i)
     (segment,) = recorder.segments()
     assert segment.ids == [*prompt, *(t for s, o in turns for t in (*s, *o))]
     assert [s.ids for s in segment.spans if s.provenance is SAMPLED] == [tuple(s) for s, _ in turns]
-    assert check_contexts((segment,), sent) == 0
-    tampered = [(s, n, [*ids[:-1], ids[-1] + 1]) for s, n, ids in sent]
-    assert check_contexts((segment,), tampered) == len(turns)
+    assert [segment.ids[: len(ids)] for ids in sent] == sent
 
 
 def test_a_context_is_a_copy():
@@ -98,8 +97,3 @@ def test_the_same_context_sampled_twice_is_two_segments():
     recorder.observe([1, 2], generation([3]), turn=0, temperature=1.0)
     recorder.observe([1, 2], generation([4]), turn=0, temperature=1.0)
     assert [s.ids for s in recorder.segments()] == [[1, 2, 3], [1, 2, 4]]
-
-
-def test_a_turn_of_a_segment_that_is_not_there_is_refused():
-    with pytest.raises(InvariantError, match="segment 0 of 0"):
-        check_contexts((), [(0, 0, [])])

@@ -1,101 +1,38 @@
 """Replay: identical where nothing changed, and of every planted fault the right turn, token and cause."""
 
+import asyncio
 import dataclasses
 import json
+import multiprocessing
+import os
 import shutil
+from functools import partial
 
 import pytest
-from doubles import FakeEngine, call, groups_of, make_runner
+from doubles import FakeEngine, groups_of, make_runner
+from lookup import Search, exact
+from replays import (
+    Guess,
+    Hermes,
+    differences,
+    hermes_script,
+    record,
+    replay,
+    script,
+    span_at,
+    tally,
+    token_within,
+    where,
+)
 
-from agentrl import ToolEnv, reward, tool
+from agentrl import reward, tool
 from agentrl.errors import InfraError
 from agentrl.render import Tokenizer, make_renderer
+from agentrl.replay import parallel
+from agentrl.replay.compare import first_unlike
 from agentrl.replay.playback import EveryTool
-from agentrl.replay.run import Tally, replay_group
-from agentrl.rollout import Rollout, RolloutLimits
-from agentrl.store import EpisodeWriter, read_episodes
-from agentrl.types import FinishReason, StopReason
-
-
-@reward
-def exact(trajectory):
-    return float(trajectory.answer == trajectory.label)
-
-
-class Search(ToolEnv):
-    """Two searches, then an answer."""
-
-    action_format = "search_r1"
-    rewards = (exact,)
-
-    @tool
-    def search(self, query: str) -> str:
-        """Look something up."""
-        return f"{query} is in Europe"
-
-    def state(self):
-        return {"open": False}
-
-
-class Hermes(Search):
-    action_format = "hermes"
-
-
-def script(request):
-    """Turn by turn; a little different from episode to episode, so that groups are no copies."""
-    word = "Paris" if request.random.random() < 0.5 else "Rome"
-    return (
-        f"<think>?</think><search>capital {word}</search>",
-        "<search>France</search>",
-        f"<answer> {word} </answer>",
-    )[min(request.turn, 2)]
-
-
-def hermes_script(request):
-    return (call("search", query="capital"), call("search", query="France"), "<answer>Paris</answer>")[
-        min(request.turn, 2)
-    ]
-
-
-async def record(env, engine, renderer, folder, **more):
-    """A small rollout, written and read."""
-    runner = make_runner(env, engine, renderer, rewards=env.rewards, **more)
-    groups, _ = await Rollout(runner, RolloutLimits(max_retries=0)).run(groups_of(3, 2))
-    runner.close()
-    writer = EpisodeWriter(folder)
-    for g in groups:
-        for t in g.trajectories:
-            writer.write(t, step=0, split="train")
-    writer.close()
-    return list(read_episodes(folder))
-
-
-async def replay(env, renderer, episodes, live=(), **more):
-    """Replay whole groups; the outcomes in order."""
-    more.setdefault("rewards", env.rewards)
-    runner = make_runner(env, FakeEngine(renderer, []), renderer, **more)
-    by_group = {}
-    for t in episodes:
-        by_group.setdefault(t.group_index, []).append(t)
-    try:
-        return [o for group in by_group.values() for o in await replay_group(runner, group, live)]
-    finally:
-        runner.close()
-
-
-def differences(outcomes):
-    return [o.divergence for o in outcomes]
-
-
-def where(d):
-    return d.cause, d.turn, d.token
-
-
-def token_of(tokenizer, t, text, segment=0):
-    """Index of the first token whose decoded end lies beyond the beginning of `text`."""
-    ids = t.segments[segment].ids
-    at = tokenizer.decode(ids).index(text)
-    return next(i for i in range(len(ids)) if len(tokenizer.decode(ids[: i + 1])) > at)
+from agentrl.store import Recording
+from agentrl.types import FinishReason, Provenance, StopReason
 
 
 @pytest.mark.parametrize("live", [None, (), EveryTool(), ("search",)], ids=["default", "recorded", "live", "named"])
@@ -105,12 +42,6 @@ async def test_what_did_not_change_is_identical(tmp_path, tags, hermes, live):
         outcomes = await replay(env, renderer, episodes, live, temperature=0.7)
         assert differences(outcomes) == [None] * 6
     assert "6 episodes replayed: identical" in str(tally(outcomes))
-
-
-def tally(outcomes):
-    made = Tally()
-    made.add(outcomes)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -149,8 +80,8 @@ async def test_a_planted_template_fault(tmp_path, tokenizer_dir, tokenizer, herm
         differences(await replay(Hermes, make_renderer(prompt, "hermes"), episodes)), episodes, strict=True
     ):
         ids = t.segments[0].ids[: t.turns[0].context_length]
-        assert (d.cause, d.turn) == ("template", -1)
-        assert tokenizer.decode(ids[d.token :]) in "assistant\n"
+        assert tokenizer.decode(ids[-1:]) == "\n"
+        assert where(d) == ("template", -1, len(ids) - 1)
         assert d.then.endswith("assistant\n")
         assert d.today.endswith("assistant:\n")
 
@@ -162,10 +93,9 @@ async def test_a_planted_template_fault_between_turns(tmp_path, tokenizer_dir, t
     new = "{{ m['content'] }}{{ '.' if m['role'] == 'tool' else '' }}<|im_end|>\n"
     delta = with_template(tokenizer_dir, tmp_path / "b", old, new)
     for d, t in zip(differences(await replay(Hermes, make_renderer(delta, "hermes"), episodes)), episodes, strict=True):
-        ids = t.segments[0].ids
-        assert (d.cause, d.turn) == ("template", 0)
-        assert ids[d.token] == tokenizer.added["<|im_end|>"]
-        assert tokenizer.decode(ids[: d.token]).endswith("capital is in Europe")
+        after = span_at(t, 0, Provenance.OBSERVATION) + len(tokenizer.encode("capital is in Europe"))
+        assert where(d) == ("template", 0, after)
+        assert t.segments[0].ids[after] == tokenizer.added["<|im_end|>"]
         assert "Europe.<|im_end|>" in d.today
 
 
@@ -190,24 +120,19 @@ async def test_a_planted_parser_fault(tmp_path, tokenizer, tags):
     broken.format = Changed(broken.format, lower)
     for d, t in zip(differences(await replay(Search, broken, episodes)), episodes, strict=True):
         word = t.turns[2].action.answer
-        span = t.turns[2].context_length
-        text = tokenizer.decode(t.segments[0].ids[span:])
-        assert where(d)[:2] == ("parser", 2)
-        assert d.token == token_of(tokenizer, t, text) + token_within(tokenizer, t.segments[0].ids[span:], word)
+        begin = t.turns[2].context_length
+        assert where(d) == ("parser", 2, begin + token_within(tokenizer, t.segments[0].ids[begin:], word))
         assert (d.then, d.today) == (word, word.lower())
-
-
-def token_within(tokenizer, ids, text):
-    at = tokenizer.decode(ids).index(text)
-    return next(i for i in range(len(ids)) if len(tokenizer.decode(ids[: i + 1])) > at)
 
 
 async def test_a_parser_that_reads_other_calls(tmp_path, tokenizer, tags):
     episodes = await record(Search, script, tags, tmp_path)
     blind = make_renderer(tokenizer, "search_r1")
     blind.format = Changed(blind.format, lambda a: dataclasses.replace(a, calls=a.calls if "think" in a.text else ()))
-    for d in differences(await replay(Search, blind, episodes)):
-        assert (d.cause, d.turn, d.what) == ("parser", 1, "the calls read from the generation")
+    for d, t in zip(differences(await replay(Search, blind, episodes)), episodes, strict=True):
+        begin = t.turns[1].context_length
+        assert d.what == "the calls read from the generation"
+        assert where(d) == ("parser", 1, begin + token_within(tokenizer, t.segments[0].ids[begin:], "France"))
 
 
 class Louder(Search):
@@ -226,9 +151,11 @@ async def test_a_planted_environment_fault(tmp_path, tokenizer, tags):
     episodes = await record(Search, script, tags, tmp_path)
     for d, t in zip(differences(await replay(Louder, tags, episodes)), episodes, strict=True):
         ids = t.segments[0].ids
-        assert (d.cause, d.turn, d.what) == ("env", 1, "the observation")
-        assert tokenizer.decode(ids[: d.token]).count("<information>") == 2
-        assert "France is in Europe"[1:] in tokenizer.decode(ids[d.token - 1 : d.token + 30])
+        begin = span_at(t, 1, Provenance.OBSERVATION)
+        quiet, loud = (tokenizer.encode(text) for text in ("France is in Europe", "FRANCE IS IN EUROPE"))
+        assert ids[begin : begin + len(quiet)] == quiet
+        assert d.what == "the observation"
+        assert where(d) == ("env", 1, begin + first_unlike(quiet, loud))
         assert (d.then, d.today) == ("France is in Europe", "FRANCE IS IN EUROPE")
 
 
@@ -314,19 +241,26 @@ async def test_another_weight_is_a_reward_that_differs(tmp_path, tags):
         ({}, {"max_tokens_per_turn": 8}, 0, "room for the generation"),
         ({"max_tokens_per_turn": 8}, {}, 0, "room for the generation"),
         ({}, {"max_response_tokens": 22}, 0, "how much of the observation fits"),
-        ({"max_calls_per_turn": 1}, {"max_calls_per_turn": 0}, 0, "the calls read from the generation"),
     ],
 )
 async def test_a_planted_limit_fault(tmp_path, tags, then, now, turn, what):
-    episodes = await record(Search, script, tags, tmp_path, **then)
-    for d in differences(await replay(Search, tags, episodes, **now)):
-        assert (d.cause, d.turn, d.what) == ("limit", turn, what)
+    """The token is the first at which a rollout under today's limit goes another way."""
+    episodes = await record(Search, script, tags, tmp_path / "then", **then)
+    again = await record(Search, script, tags, tmp_path / "now", **now)
+    found = differences(await replay(Search, tags, episodes, **now))
+    for d, t, fresh in zip(found, episodes, again, strict=True):
+        assert d.what == what
+        assert where(d) == ("limit", turn, first_unlike(t.segments[0].ids, fresh.segments[0].ids))
 
 
-async def test_the_token_of_a_limit_is_the_first_without_room(tmp_path, tags):
-    episodes = await record(Search, script, tags, tmp_path)
-    for d, t in zip(differences(await replay(Search, tags, episodes, max_tokens_per_turn=8)), episodes, strict=True):
-        assert d.token == t.turns[0].context_length + 8
+async def test_a_call_that_is_too_many_is_a_limit_at_the_call(tmp_path, tokenizer, tags):
+    episodes = await record(Search, script, tags, tmp_path, max_calls_per_turn=1)
+    found = differences(await replay(Search, tags, episodes, max_calls_per_turn=0))
+    for d, t in zip(found, episodes, strict=True):
+        begin = t.turns[0].context_length
+        query = t.turns[0].action.calls[0].arguments["query"]
+        assert d.what == "the calls read from the generation"
+        assert where(d) == ("limit", 0, begin + token_within(tokenizer, t.segments[0].ids[begin:], query))
 
 
 async def test_an_observation_that_is_cut_elsewhere_is_a_limit(tmp_path, tags):
@@ -355,24 +289,6 @@ async def test_a_live_tool_that_says_something_else(tmp_path, tags, tokenizer):
         assert tokenizer.decode(t.segments[0].ids[: d.token]).rstrip().endswith("France is in")
 
 
-class Guess(ToolEnv):
-    """Its tool changes it: what `step` says depends on a call that was made."""
-
-    action_format = "search_r1"
-    rewards = (exact,)
-    hits = 0
-
-    @tool
-    def search(self, query: str) -> str:
-        """Look something up."""
-        self.hits += 1
-        return f"{self.hits}"
-
-    async def step(self, action):
-        result = await super().step(action)
-        return dataclasses.replace(result, reward=float(self.hits), terminated=self.hits == 2)
-
-
 async def test_an_environment_that_its_tools_change_is_identical_because_they_are_called_then(tmp_path, tags):
     class Later(Guess):
         async def step(self, action):
@@ -385,6 +301,30 @@ async def test_an_environment_that_its_tools_change_is_identical_because_they_ar
     assert {(d.cause, d.turn) for d in differences(await replay(Guess, tags, episodes, ()))} == {("env", 0)}
     found = differences(await replay(Later, tags, episodes, None))
     assert {(d.cause, d.turn, d.what) for d in found} == {("env", 1, "info")}, "the later difference counts"
+
+
+def test_several_processes_find_what_one_finds(tmp_path, tags, monkeypatch):
+    """Two chunks, and a process that has one waits until another has the other."""
+    monkeypatch.setattr(parallel, "_CHUNK", 2)
+    asyncio.run(record(Search, script, tags, tmp_path / "run"))
+    recording = Recording(tmp_path / "run")
+    both = multiprocessing.get_context("fork").Barrier(2)
+
+    def runner(split, meet=True):
+        if meet:
+            both.wait(30)
+            (tmp_path / f"process-{os.getpid()}").touch()
+        return make_runner(Search, FakeEngine(tags, []), tags, rewards=Search.rewards, max_turns=2)
+
+    told = []
+    found = parallel.replay_entries(parallel.Work(recording, runner), recording.episodes, 2, told.append)
+    alone = parallel.replay_entries(parallel.Work(recording, partial(runner, meet=False)), recording.episodes, 1)
+    pids = {p.name for p in tmp_path.glob("process-*")}
+    assert len(pids) == 2
+    assert f"process-{os.getpid()}" not in pids
+    assert told == [4, 2]
+    assert found == alone
+    assert {where(o.divergence)[:2] for o in found} == {("limit", 1)}
 
 
 async def test_another_seed_is_said(tmp_path, tags):
@@ -432,8 +372,6 @@ async def test_an_episode_that_the_engine_gave_up_is_compared_up_to_there(tmp_pa
 
 
 async def test_an_episode_that_ran_out_of_time_is_compared_up_to_there(tmp_path, tags):
-    import asyncio
-
     class Slow(Search):
         async def step(self, action):
             if "France" in action.text:

@@ -5,16 +5,15 @@ import json
 
 import pytest
 from doubles import FakeEngine, group_of, groups_of, make_runner
-from test_replay import Guess, Search, record, script
+from lookup import Search
+from replays import Guess, command, script
 
-from agentrl import __version__, reward
-from agentrl.cli import main
+from agentrl import reward
 from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError
 from agentrl.replay.fork import fork, table
 from agentrl.replay.rescore import Change, rescore_group
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.runfolder import RunFolder
 from agentrl.store import Recording, read_episodes
 from agentrl.types import StopReason
 
@@ -189,111 +188,24 @@ async def test_a_turn_that_is_not_there_and_code_that_does_not_get_there(tags):
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
-ENV = '''
-from agentrl import ToolEnv, reward, tool
 
-
-@reward
-def exact(trajectory):
-    return float(trajectory.answer == trajectory.label)
-
-
-@reward
-def short(trajectory):
-    return -float(len(trajectory.answer or ""))
-
-
-class Search(ToolEnv):
-    action_format = "search_r1"
-    rewards = (exact,)
-
-    @tool
-    def search(self, query: str) -> str:
-        """Look something up."""
-        return f"{query} is in Europe"
-
-    def state(self):
-        return {"open": False}
-'''
-
-
-@pytest.fixture
-async def run(tmp_path, tokenizer_dir, tags):
-    """A run folder as `agentrl rollout` leaves it, made with the scripted engine; and the file of its environment."""
-    env = tmp_path / "lookup.py"
-    env.write_text(ENV)
-    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    settings = {
-        "run": str(tmp_path / "run"),
-        "hf_checkpoint": str(tokenizer_dir),
-        "env": str(env),
-        "rollout_max_response_len": 2048,
-        "tensorboard": False,
-    }
-    folder = RunFolder.create(build_config(settings), __version__)
-    for t in await record(Search, script, tags, tmp_path / "made"):
-        folder.episodes.write(t, step=0, split="train")
-    folder.close()
-    return folder.path, env
-
-
-async def command(*words):
-    """A command, in a thread: it runs an event loop of its own."""
-    import asyncio
-
-    return await asyncio.to_thread(main, list(map(str, words)))
-
-
-async def test_replay_says_identical_and_writes_what_it_found(run, capsys):
-    path, _ = run
+async def test_replay_says_identical_and_writes_what_it_found(lookup_run, capsys):
+    path, _ = lookup_run
     assert await command("replay", path, "--workers", 2) == 0
     assert "6 episodes replayed: identical" in capsys.readouterr().out
     assert len((path / "replay.jsonl").read_text().splitlines()) == 6
 
 
-async def test_replay_of_one_episode_under_another_limit_exits_with_1(run, capsys):
-    path, _ = run
+async def test_replay_of_one_episode_under_another_limit_exits_with_1(lookup_run, capsys):
+    path, _ = lookup_run
     assert await command("replay", path, "3-0", "--max-turns", 2) == 1
     out = capsys.readouterr().out
     assert "1 episodes replayed: 0 identical, 1 differ" in out
     assert "limit: how the episode goes on at turn 1" in out
 
 
-@pytest.mark.parametrize(
-    ("harm", "words", "says"),
-    [
-        (lambda path, env: env.unlink(), [], "no such file"),
-        (lambda path, env: None, ["99-9"], "no episode '99-9'"),
-        (lambda path, env: (path / "config.toml").unlink(), [], "no config.toml of a run"),
-        (lambda path, env: next(path.glob("episodes/*.zst")).write_bytes(b"nonsense" * 9), [], "damaged"),
-        (lambda path, env: None, ["--no-such-flag"], "no-such-flag"),
-    ],
-)
-async def test_bad_input_is_one_sentence_and_changes_nothing(run, capsys, harm, words, says):
-    path, env = run
-    harm(path, env)
-    for file in path.glob("episodes/*.index"):
-        file.unlink()
-    before = sorted(str(p) for p in path.rglob("*"))
-    assert await command("replay", path, *words) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
-    assert sorted(str(p) for p in path.rglob("*")) == before
-
-
-async def test_a_truncated_file_is_replayed_with_a_count(run, capsys):
-    path, _ = run
-    (file,) = path.glob("episodes/*.zst")
-    file.write_bytes(file.read_bytes()[:-5])
-    assert await command("replay", path) == 0
-    out = capsys.readouterr().out
-    assert "5 episodes replayed: identical" in out
-    assert "1 half-written episode skipped" in out
-
-
-async def test_rescore_end_to_end(run, tmp_path, capsys):
-    path, env = run
+async def test_rescore_end_to_end(lookup_run, tmp_path, capsys):
+    path, env = lookup_run
     out = tmp_path / "again"
     assert await command("rescore", path, "--reward", f"{env}:short", "--out", out) == 0
     text = capsys.readouterr().out
@@ -313,8 +225,8 @@ async def test_rescore_end_to_end(run, tmp_path, capsys):
     assert await command("rescore", path, "--out", out) == 2
 
 
-async def test_fork_end_to_end(run, tags, monkeypatch, capsys):
-    path, _ = run
+async def test_fork_end_to_end(lookup_run, tags, monkeypatch, capsys):
+    path, _ = lookup_run
     monkeypatch.setattr(
         "agentrl.assemble.Parts.engine",
         lambda self, *_: FakeEngine(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn))),

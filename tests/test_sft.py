@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from test_train_only import NoteTrainer
+from replays import NoteTrainer
 
 from agentrl.cli import main
 from agentrl.errors import ConfigError

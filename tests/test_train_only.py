@@ -5,7 +5,8 @@ import json
 
 import pytest
 from doubles import SAMPLED, FakeEngine, groups_of, make_runner
-from test_replay import Search, script
+from lookup import Search
+from replays import NoteTrainer, script
 
 from agentrl import __version__, reward
 from agentrl.cli import main
@@ -15,27 +16,6 @@ from agentrl.runfolder import RunFolder
 from agentrl.samples import to_samples
 from agentrl.store import Recording, from_record
 from agentrl.train.fed import rebuild_rows
-
-
-class NoteTrainer:
-    """Notes what it is fed."""
-
-    copies, micro_batch_tokens = 1, 1 << 14
-
-    def __init__(self):
-        self.fed = []
-
-    def step(self, rows, loss, lr):
-        self.fed.append(list(rows))
-        return {"loss": 0.5, "grad_norm": 1.0, "log_probs": [r.rollout_log_probs for r in rows]}
-
-    def save(self, path):
-        path.mkdir(parents=True)
-
-    def export_weights(self, path):
-        path.mkdir(parents=True)
-
-    def close(self): ...
 
 
 @reward

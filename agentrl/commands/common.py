@@ -75,7 +75,11 @@ def chosen(recording: Recording, ids: Sequence[str]) -> list[Entry]:
     return [recording.entry(i) for i in ids] if ids else recording.episodes
 
 
-def say_cut(recording: Recording) -> None:
-    """Say how many records were left out because they are not whole."""
-    if recording.cut:
-        print(f"{recording.cut} half-written episode{'s' if recording.cut > 1 else ''} skipped")
+def say_note(recording: Recording, left: str = "") -> bool:
+    """Say that the run is being written, or how many records were left out because they are not whole.
+
+    Returns whether the run is being written: then its folder is left alone. `left`: the file in it that would have been written.
+    """
+    if recording.note:
+        print(f"{recording.note}; {left} is left as it was" if recording.being_written and left else recording.note)
+    return recording.being_written

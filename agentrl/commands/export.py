@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from agentrl.commands.common import add_command, no_more, say_cut
+from agentrl.commands.common import add_command, no_more, say_note
 from agentrl.commands.view import decoder
 from agentrl.errors import ConfigError
 from agentrl.store import Recording
@@ -38,7 +38,7 @@ def run_export(args: argparse.Namespace, rest: list[str]) -> int:
     write = write_parquet if args.parquet else write_hf_dataset
     target = args.parquet or args.hf_dataset
     rows = write(target, recording.records())
-    say_cut(recording)
+    say_note(recording)
     print(f"{target}: {rows} rows (one per segment) of {len(recording.episodes)} episodes")
     return 0
 
@@ -60,5 +60,6 @@ def _page(args: argparse.Namespace, recording: Recording) -> int:
         recording.outputs,
     )
     args.html.write_text(html_of(detail | {"note": note}), encoding="utf-8")
+    say_note(recording)
     print(f"{args.html}: {args.html.stat().st_size:,} bytes")
     return 0

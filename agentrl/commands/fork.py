@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.assemble import Parts
-from agentrl.commands.common import add_command, runner_of, settings_of
+from agentrl.commands.common import add_command, runner_of, say_note, settings_of
 from agentrl.errors import ConfigError
 from agentrl.replay.fork import Branch, fork, table
 from agentrl.store import EpisodeWriter, Recording, from_record
@@ -61,6 +61,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     )
     write(out, branches, original, args)
     print(f"{table(original, branches)}\n\nrecorded in {out}")
+    say_note(recording)
     return 0
 
 

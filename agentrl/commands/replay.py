@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from agentrl.assemble import Parts
-from agentrl.commands.common import add_command, chosen, runner_of, say_cut, settings_of
+from agentrl.commands.common import add_command, chosen, runner_of, say_note, settings_of
 from agentrl.replay.parallel import Work, replay_entries
 from agentrl.replay.playback import EveryTool
 from agentrl.replay.run import Tally
@@ -65,10 +65,9 @@ def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
         f"{tally}\n\n{seconds:.1f} s"
         + (f"; the run had spent {then:.1f} s on rollouts and evaluations" if then else "")
     )
-    say_cut(recording)
-    out = args.out or (
-        args.recorded / RESULT if not args.episodes and (args.recorded / "config.toml").exists() else None
-    )
+    own = None if args.out or args.episodes or not (args.recorded / "config.toml").exists() else args.recorded / RESULT
+    written = say_note(recording, RESULT if own else "")
+    out = args.out or (None if written else own)
     if out is not None:
         out.write_bytes(b"".join(orjson.dumps(o.to_json(), option=orjson.OPT_APPEND_NEWLINE) for o in tally.outcomes))
     return 1 if tally.differing else 0

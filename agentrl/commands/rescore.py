@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.commands.common import add_command, say_cut, settings_of
+from agentrl.commands.common import add_command, say_note, settings_of
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel import groups_of
@@ -60,8 +60,8 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
         if writer is not None:
             writer.close()
     print(change)
-    say_cut(recording)
-    if (args.recorded / "config.toml").exists():
+    own = (args.recorded / "config.toml").exists()
+    if not say_note(recording, RESULT if own else "") and own:
         (args.recorded / RESULT).write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))
     return 0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -118,17 +119,18 @@ class FastEncoder:
                 text = self._normalize(text)
             if not self._good.issuperset(text) and not self._learn(set(text) - self._good):
                 return None
-        ids: list[int] = []
-        words = self._words
-        for word in find(text):
-            known = words.get(word)
-            if known is None:
-                known = tuple(self._plain.encode(word, add_special_tokens=False).ids)
-                if len(words) >= _MAX_WORDS:
-                    words.clear()
-                if len(word) <= 64:
-                    words[word] = known
-            ids += known
+        words = find(text)
+        known = list(map(self._words.get, words))
+        if not all(known):
+            known = [k or self._encode_word(word) for k, word in zip(known, words, strict=True)]
+        return list(chain.from_iterable(known))  # type: ignore[arg-type]
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        ids = tuple(self._plain.encode(word, add_special_tokens=False).ids)
+        if len(self._words) >= _MAX_WORDS:
+            self._words.clear()
+        if len(word) <= 64:
+            self._words[word] = ids
         return ids
 
     def _quicker(self, source: str) -> Any:

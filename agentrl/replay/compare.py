@@ -241,13 +241,14 @@ class Comparison:
         return Divergence(cause, what, turn, t.segment, t.context_length + low, _text(then), _text(today))
 
     def _offset(self, text: str, then: Any, today: Any) -> int:
-        """Where in the text the first differing value stands; 0 if it cannot be found."""
+        """Where in the text the first differing value stands (of a whole call, its longest part); 0 if it cannot be found."""
         a, b = _first_unlike(then, today)
-        for value in (a, b):
-            if isinstance(value, str) and value and value in text:
-                other = b if value is a else a
-                shared = first_unlike(value, other) if isinstance(other, str) else 0
-                return text.index(value) + min(shared, len(value) - 1)
+        for value, other in ((a, b), (b, a)):
+            found = sorted((s for s in _strings(value) if s and s in text), key=len)
+            if found:
+                said = found[-1]
+                shared = first_unlike(said, other) if said is value and isinstance(other, str) else 0
+                return text.index(said) + min(shared, len(said) - 1)
         return 0
 
     def _sent(self, t: Trajectory, turn: int) -> tuple[int, list[int]] | None:
@@ -312,6 +313,15 @@ def _get(value: Any, key: Any) -> Any:
         return value[key]
     except (KeyError, IndexError):
         return None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in JSON values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def _tails(a: Any, b: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ import zstandard
 from agentrl.errors import StoreError
 from agentrl.store.aside import ImageFolder, Outputs, images_of
 from agentrl.store.index import read_entries, summary, write_entry
+from agentrl.store.lock import hold
 from agentrl.store.record import decode, encode, from_record, is_episode, step_record, to_record
 from agentrl.types import Trajectory
 
@@ -75,6 +76,7 @@ class EpisodeWriter:
     def _open(self) -> None:
         path = self.folder / f"{self._number:06d}.jsonl.zst"
         self._file: BinaryIO = path.open("ab")
+        hold(self._file)
         self._at = self._file.tell()
         self._index: BinaryIO = index_of(path).open("ab" if self._at else "wb")
 

@@ -1,10 +1,12 @@
 """Episodes as Parquet, one row per segment (that is, per training row), for pandas, DuckDB and Hugging Face's `datasets`. Needs pyarrow.
 
-Tokens, masks and log-probs are columns of lists; the whole record is there too, as JSON, so nothing is lost.
+Tokens, masks and log-probs are columns of lists, rewards a list of names and values; the whole record is there too, as JSON (in the row of
+the episode's first segment), so nothing is lost.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -24,7 +26,14 @@ configs:
 ---
 
 Episodes recorded by agentrl, one row per segment of an episode. `loss_mask` is 1 where the policy sampled the token; `log_probs` are the
-engine's, natural logs; `record` is the whole record as JSON.
+engine's, natural logs; `rewards` is a list of `{name, value}`, a component that abstained has no value; `record`, in the row of an
+episode's first segment, is the whole record as JSON.
+
+```python
+from datasets import load_dataset
+
+rows = load_dataset("path/of/this/folder", split="train")
+```
 """
 
 
@@ -43,10 +52,15 @@ def write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:
         raise ConfigError(f"{file} exists already; give a new file")
     rows, total = (row for r in records for row in rows_of(r)), 0
     file.parent.mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(file, _schema(pa), compression="zstd") as writer:
-        while batch := list(islice(rows, _BATCH)):
-            writer.write_table(pa.Table.from_pylist(batch, _schema(pa)))
-            total += len(batch)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        with pq.ParquetWriter(part, _schema(pa), compression="zstd") as writer:
+            while batch := list(islice(rows, _BATCH)):
+                writer.write_table(pa.Table.from_pylist(batch, _schema(pa)))
+                total += len(batch)
+        part.rename(file)
+    finally:
+        part.unlink(missing_ok=True)
     return total
 
 
@@ -58,8 +72,13 @@ def write_hf_dataset(folder: Path, records: Iterable[Mapping[str, Any]]) -> int:
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; give a new folder")
-    total = write_parquet(folder / "data" / "train-00000-of-00001.parquet", records)
-    (folder / "README.md").write_text(_CARD, encoding="utf-8")
+    part = folder.with_name(f".{folder.name}.part")
+    try:
+        total = write_parquet(part / "data" / "train-00000-of-00001.parquet", records)
+        (part / "README.md").write_text(_CARD, encoding="utf-8")
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return total
 
 
@@ -83,7 +102,7 @@ def rows_of(r: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "stop_reason": r["stop_reason"],
             "status": r["status"],
             "score": r["score"],
-            "rewards": list(r["rewards"].items()),
+            "rewards": [{"name": k, "value": v} for k, v in r["rewards"].items()],
             "turns": len(r["turns"]),
             "answer": next(
                 (t["action"]["answer"] for t in reversed(r["turns"]) if t["action"]["answer"] is not None), None
@@ -116,7 +135,7 @@ def _schema(pa: Any) -> Any:
             *((n, number) for n in ("segment", "group_index", "index", "attempt", "step")),
             *((n, text) for n in ("split", "env", "task_id", "prompt", "label", "stop_reason", "status")),
             ("score", pa.float64()),
-            ("rewards", pa.map_(text, pa.float64())),
+            ("rewards", pa.list_(pa.struct([("name", text), ("value", pa.float64())]))),  # `datasets` reads no maps
             ("turns", number),
             ("answer", text),
             *((n, pa.list_(kind)) for n, kind in lists.items()),

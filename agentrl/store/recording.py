@@ -12,6 +12,7 @@ from agentrl.errors import StoreError, suggest
 from agentrl.store.aside import Outputs
 from agentrl.store.files import data_files, episodes_folder, frames, images_folder, index_of, number_of, outputs_folder
 from agentrl.store.index import Entry, read_entries, summary
+from agentrl.store.lock import is_held
 from agentrl.store.record import decode
 
 
@@ -43,6 +44,8 @@ class Recording:
         self.outputs = Outputs(outputs_folder(path))
         self.episodes: list[Entry] = []
         self.steps: list[Entry] = []
+        self.being_written = False
+        """had a writer, in any process, the last file open when it was last looked at?"""
         self.advantages: dict[str, float] = {}
         """by episode id, of those that the trainer was fed"""
         self._places: dict[Path, _Place] = {}
@@ -55,10 +58,19 @@ class Recording:
         """Records that were cut short: by a crash, or because they are being written just now."""
         return sum(p.torn for p in self._places.values())
 
+    @property
+    def note(self) -> str:
+        """What a reader should know of these records: they are being written, or some were cut short; else nothing."""
+        if self.being_written:
+            return f"{self.path} is being written: {len(self.episodes)} episodes so far"
+        return f"{self.cut} half-written episode{'s' if self.cut > 1 else ''} skipped" if self.cut else ""
+
     def refresh(self) -> int:
         """Take in what was written since; the number of new records."""
         before = len(self.episodes) + len(self.steps)
-        for file in data_files(self.folder) if self.folder.is_dir() else [self.folder]:
+        files = data_files(self.folder) if self.folder.is_dir() else [self.folder]
+        self.being_written = any(map(is_held, files[-1:]))
+        for file in files:
             place = self._places.get(file)
             if place is None:
                 place = self._places[file] = _Place(file)

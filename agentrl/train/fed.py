@@ -1,8 +1,8 @@
 """What the trainer was fed in one optimizer step, for the record beside the episodes, and the rows made from it again.
 
 Tokens, masks and engine log-probs are in the episodes already. Kept here: which segments in which order, each one's advantage and weight,
-the trainer's own log-probs of the trained tokens, and the plan of micro-batches. `old_log_probs` and `ref_log_probs` are what the loss was
-given; where it took its own (one optimizer step per rollout), `log_probs` are those.
+the trainer's own log-probs of the trained tokens, the plan of micro-batches, and of what their padded length is a multiple.
+`old_log_probs` and `ref_log_probs` are what the loss was given; where it took its own (one optimizer step per rollout), `log_probs` are those.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def step_record(
 ) -> dict[str, Any]:
     """The fields of a record of kind 'step'.
 
-    `trainer` tells how it deals rows out (`copies`, `micro_batch_tokens`); of one that does not, no plan is kept.
+    `trainer` tells how it deals rows out and pads them (`copies`, `micro_batch_tokens`, `multiple`); of one that does not, no plan is kept.
     `log_probs`: as `Trainer.step` returned them.
     """
     current = log_probs if log_probs is not None else [None] * len(rows)
@@ -33,7 +33,7 @@ def step_record(
     copies, most = getattr(trainer, "copies", None), getattr(trainer, "micro_batch_tokens", None)
     if copies and most:
         record["plan"] = plan([len(r.tokens) for r in rows], copies, most)
-        record["micro_batch_tokens"] = most
+        record |= {"micro_batch_tokens": most, "multiple": getattr(trainer, "multiple", 1)}
     return record
 
 

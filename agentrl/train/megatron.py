@@ -78,6 +78,8 @@ class MegatronTrainer:
         ]
         self.places: list[dict[str, Any]] = self.workers.ask("start", setups, min(timeout_s, 600.0))
         self.copies = ranks // per_copy
+        self.multiple: int = self.places[0]["multiple"]
+        """padded lengths of micro-batches are multiples of this"""
 
     def _ask(self, command: str, **arguments: Any) -> list[Any]:
         return self.workers.ask(command, [arguments] * len(self.places), self.timeout_s)

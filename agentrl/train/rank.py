@@ -55,13 +55,14 @@ class TrainerRank:
 
     @property
     def place(self) -> dict[str, int | bool]:
-        """Where this rank stands; `answers`: its results are those of its data-parallel share."""
+        """Where this rank stands; `answers`: its results are those of its data-parallel share; `multiple`: see `collate`."""
         tp = parallel_state.get_tensor_model_parallel_rank()
         return {
             "tp": tp,
             "dp": parallel_state.get_data_parallel_rank(),
             "pp": parallel_state.get_pipeline_model_parallel_rank(),
             "answers": tp == 0 and parallel_state.is_pipeline_last_stage(),
+            "multiple": self.multiple,
         }
 
     def _token_log_probs(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:

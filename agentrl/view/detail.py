@@ -32,7 +32,7 @@ _SHOWN = (
     ),
     *("weights", "score", "seed", "timings", "turns"),
 )
-_STEP = ("step", "optimizer_step", "lr", "loss", "metrics", "micro_batch_tokens")
+_STEP = ("step", "optimizer_step", "lr", "loss", "metrics", "micro_batch_tokens", "multiple")
 _HIDDEN = ("step", "split", "config", "fork")
 
 
@@ -148,10 +148,13 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def fed_rows(episode_id: str, fed: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The rows of this episode in a step: number in the batch, rank, micro-batch with its members, width and padding."""
+    """The rows of this episode in a step: number in the batch, rank, micro-batch with its members, width and padding.
+
+    The width is that of `train.batch.collate`: the longest row but its last token, rounded up to a multiple (16 on a GPU).
+    """
     if fed is None:
         return []
-    rows = fed["rows"]
+    rows, multiple = fed["rows"], fed.get("multiple") or 1
     lengths = [r["tokens"] for r in rows]
     places = {
         row: (rank, n, part)
@@ -164,7 +167,7 @@ def fed_rows(episode_id: str, fed: Mapping[str, Any] | None) -> list[dict[str, A
         if r["episode_id"] != episode_id:
             continue
         rank, micro_batch, part = places.get(number, (None, None, [number]))
-        width = max(lengths[i] for i in part) - 1
+        width = -(-max(1, *(lengths[i] - 1 for i in part)) // multiple) * multiple
         members = [
             {"episode_id": rows[i]["episode_id"], "segment_index": rows[i]["segment_index"], "tokens": lengths[i]}
             for i in part

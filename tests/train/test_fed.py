@@ -11,7 +11,7 @@ from agentrl.samples import to_samples
 from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.train.fed import rebuild_rows, step_record
 from agentrl.train.rows import make_rows
-from agentrl.view.detail import episode_detail
+from agentrl.view.detail import episode_detail, fed_rows
 
 
 def episodes():
@@ -80,3 +80,22 @@ def test_a_sample_that_is_not_the_one_recorded_is_refused():
     other = to_samples(trajectory([[span(PROMPT, (1,), -1), span(SAMPLED, (2,))]], index=1))[0]
     with pytest.raises(StoreError, match="recorded 6 tokens, 3 of them trained; its episode gives 2 and 1"):
         rebuild_rows(record, lambda *_: other)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_the_page_shows_the_rows_as_wide_as_the_trainer_pads_them(multiple):
+    """On a GPU to a multiple of 16."""
+    batch = pytest.importorskip("agentrl.train.batch", reason="needs torch")
+    long = [span(PROMPT, range(20), -1), span(SAMPLED, range(13))]
+    made = [s for t in [*episodes(), trajectory([long], index=2)] for s in to_samples(t)]
+    rows = make_rows(made, {"0-0": 1.0, "1-0": -1.0, "2-0": 0.5})
+    trainer = SimpleNamespace(copies=1, micro_batch_tokens=64, multiple=multiple)
+    record = step_record(rows, trainer)
+    widths = {}
+    for n, part in enumerate(record["plan"][0]):
+        padded = batch.collate([rows[i] for i in part], trained_only=True, multiple=multiple).inputs.shape[1]
+        widths |= {(rows[i].source, n): padded for i in part}
+    shown = [(r, r["width"]) for t in ("0-0", "1-0", "2-0") for r in fed_rows(t, record)]
+    assert {((r["episode_id"], r["segment_index"]), r["micro_batch"]): w for r, w in shown} == widths
+    assert all(r["padding"] == w - (r["tokens"] - 1) for r, w in shown)
+    assert {w % multiple for _, w in shown} == {0}

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from viewruns import EVIL, add_group, decode, episode, make_large_run, make_run
+from viewruns import EVIL, add_group, decode, episode, fed, make_large_run, make_run
 
 from agentrl.images import Placed, as_image
 from agentrl.store import EpisodeWriter, Recording
@@ -193,6 +193,32 @@ def test_an_episode_its_colours_and_its_trained_row(browser, run):
     press(browser, "j")
     wait(browser, lambda b: "episode 3-0" in text(b, "h1"))
     check_quiet(browser)
+
+
+def test_a_long_row_says_how_much_of_it_is_shown_and_shows_the_rest(browser, tmp_path):
+    """Of 4,500 positions 4,000, then all, then the padding to a multiple of 16."""
+    t = episode(0, 0, 1.0)
+    spans = t.segments[0].spans
+    long = dataclasses.replace(spans[0], ids=(1,) * (4501 - 14 + 5))
+    writer = EpisodeWriter(tmp_path / "run")
+    writer.write(dataclasses.replace(t, segments=(dataclasses.replace(t.segments[0], spans=(long, *spans[1:])),)))
+    (row, _) = fed(0, 0)["rows"]
+    writer.write_step(**fed(0, 0) | {"rows": [{**row, "tokens": 4501}], "plan": [[[0]]], "multiple": 16})
+    writer.close()
+    served = Served(tmp_path / "run")
+    try:
+        open_page(browser, served.url + "#/episode?id=0-0")
+        press(browser, "r")
+        assert "padded to 4512 positions, a multiple of 16" in text(browser, ".trained-view")
+        assert len(find(browser, ".row-table tbody tr")) == 4000
+        assert text(browser, ".rest") == "first 4000 of 4500 positions shown show 500 more"
+        find(browser, ".rest button")[0].click()
+        assert len(find(browser, ".row-table tbody tr")) == 4500 + 3 + 1
+        assert "12 positions of padding in all" in text(browser, ".row-table")
+        assert not find(browser, ".rest")[0].is_displayed()
+        check_quiet(browser)
+    finally:
+        served.close()
 
 
 def test_two_episodes_side_by_side(browser, run):

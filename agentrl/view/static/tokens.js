@@ -233,21 +233,37 @@ AR.trained = function (e) {
       fill.style.width = `${(100 * m.tokens) / most}%`;
       return AR.h("div", { class: `lane ${m.episode_id === e.episode_id && m.segment_index === r.segment_index ? "me" : ""}` }, AR.h("span", { class: "name" }, AR.visible(m.episode_id) + (m.segment_index ? ` segment ${m.segment_index}` : "")), AR.h("span", { class: "full" }, fill), AR.h("span", { class: "n" }, m.tokens));
     }));
-    const columns = ["position", "input id", "token", "label id", "label", "mask", "weight", "advantage", "engine log p", "trainer log p", "temperature"];
-    const body = AR.h("tbody");
-    const end = Math.min(s.ids.length - 1, 4000);
-    for (let p = 0; p < end; p++) {
-      const t = p + 1;
-      const cells = [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.trainer_log_prob && s.trainer_log_prob[t] !== null ? s.trainer_log_prob[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
-      body.append(AR.h("tr", { class: s.mask[t] ? "trained" : "" }, cells.map((c) => AR.h("td", {}, c))));
-    }
-    for (let p = 0; p < Math.min(r.padding, 3); p++) body.append(AR.h("tr", { class: "soft" }, AR.h("td", {}, s.ids.length - 1 + p), AR.h("td", {}, 0), AR.h("td", { colspan: 9 }, "padding")));
-    if (r.padding > 3) body.append(AR.h("tr", { class: "soft" }, AR.h("td", { colspan: 11 }, `… ${r.padding} positions of padding in all`)));
-    const place = r.rank === null ? "" : `, data-parallel rank ${r.rank}, micro-batch ${r.micro_batch} of ${r.members.length} rows padded to ${r.width} positions`;
-    return [AR.h("h2", {}, `row ${r.number} of ${r.of}: segment ${r.segment_index}${place}`), AR.h("p", { class: "soft" }, `${r.tokens} tokens, ${r.trained} trained; advantage ${AR.number(r.advantage)}; weight of each trained token ${r.weight.toExponential(3)} (the global denominator is in it)`), lanes,
-      AR.h("div", { class: "wide card" }, AR.h("table", { class: "row-table" }, AR.h("thead", {}, AR.h("tr", {}, columns.map((c) => AR.h("th", {}, c)))), body))];
+    const place = r.rank === null ? "" : `, data-parallel rank ${r.rank}, micro-batch ${r.micro_batch} of ${r.members.length} rows padded to ${r.width} positions${f.multiple > 1 ? `, a multiple of ${f.multiple}` : ""}`;
+    return [AR.h("h2", {}, `row ${r.number} of ${r.of}: segment ${r.segment_index}${place}`), AR.h("p", { class: "soft" }, `${r.tokens} tokens, ${r.trained} trained; advantage ${AR.number(r.advantage)}; weight of each trained token ${r.weight.toExponential(3)} (the global denominator is in it)`), lanes, AR.rowTable(s, r)];
   });
   return AR.h("section", { class: "trained-view" }, head, rows);
+};
+
+// A row position by position, AR.MOST_POSITIONS of them at a time.
+AR.MOST_POSITIONS = 4000;
+AR.rowTable = function (s, r) {
+  const columns = ["position", "input id", "token", "label id", "label", "mask", "weight", "advantage", "engine log p", "trainer log p", "temperature"];
+  const last = s.ids.length - 1;
+  const body = AR.h("tbody");
+  const shown = AR.h("span", {});
+  const more = AR.h("button", { type: "button", onclick: () => draw() });
+  const rest = AR.h("p", { class: "soft rest" }, shown, " ", more);
+  let at = 0;
+  const draw = () => {
+    for (const end = Math.min(last, at + AR.MOST_POSITIONS); at < end; at++) body.append(AR.h("tr", { class: s.mask[at + 1] ? "trained" : "" }, cells(at).map((c) => AR.h("td", {}, c))));
+    shown.textContent = `first ${at} of ${last} positions shown`;
+    more.textContent = `show ${Math.min(AR.MOST_POSITIONS, last - at)} more`;
+    rest.hidden = at === last;
+    if (at < last) return;
+    for (let p = 0; p < Math.min(r.padding, 3); p++) body.append(AR.h("tr", { class: "soft" }, AR.h("td", {}, last + p), AR.h("td", {}, 0), AR.h("td", { colspan: 9 }, "padding")));
+    if (r.padding > 3) body.append(AR.h("tr", { class: "soft" }, AR.h("td", { colspan: 11 }, `… ${r.padding} positions of padding in all`)));
+  };
+  const cells = (p) => {
+    const t = p + 1;
+    return [p, s.ids[p], s.text ? AR.visible(s.text[p]) : "", s.ids[t], s.text ? AR.visible(s.text[t]) : "", s.mask[t], s.mask[t] ? r.weight.toExponential(2) : 0, s.mask[t] ? AR.number(r.advantage) : 0, s.log_prob[t] === null ? "" : s.log_prob[t].toFixed(4), s.trainer_log_prob && s.trainer_log_prob[t] !== null ? s.trainer_log_prob[t].toFixed(4) : "", s.mask[t] ? AR.number(s.temperature[t], 2) : 1];
+  };
+  draw();
+  return AR.h("div", { class: "wide card" }, AR.h("table", { class: "row-table" }, AR.h("thead", {}, AR.h("tr", {}, columns.map((c) => AR.h("th", {}, c)))), body), rest);
 };
 
 AR.facts = function (e) {

@@ -1,0 +1,239 @@
+"""A recorded search_r1 run is replayed: identical, in a tenth of its rollout time; then five planted faults, each told at the right place.
+
+    python benchmarks/replay.py [--rollouts 4] [--write]
+
+`agentrl rollout` makes 128 episodes a rollout with the embedded policy on the local engine, `agentrl replay` replays them three times in
+processes of its own (the median of the seconds that it says counts, against the rollouts' own seconds in timings.jsonl). Then a fault is
+planted in the template, a parser, the environment, a reward, a limit. Where each must show is worked out here from the recorded tokens
+alone; cause, turn and token of every single episode must be that, and episodes that the fault does not touch must be identical.
+
+Exit status 1 if anything is otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from agentrl.cli import main as agentrl
+from agentrl.commands.replay import rollout_seconds
+from agentrl.models import model_folder
+from agentrl.render import Tokenizer
+from agentrl.render.tags import TagFormat
+from agentrl.store import read_episodes
+from agentrl.types import Action, Provenance, Span, Trajectory
+
+RESULTS = Path(__file__).parent / "results"
+MOST_RATIO = 0.1
+MODEL = "search_r1_3m"
+PLANTED = '''
+from dataclasses import replace
+
+from agentrl import reward
+from agentrl.envs.search_r1 import SearchR1
+
+
+class Marked(SearchR1):
+    """The second observation begins with a mark."""
+
+    turn = 0
+
+    async def step(self, action):
+        result = await super().step(action)
+        self.turn += 1
+        if self.turn != 2 or not result.observation:
+            return result
+        return replace(result, observation=[{**m, "content": "!" + m["content"]} for m in result.observation])
+
+
+@reward(name="em")
+def generous(trajectory):
+    return 1.0
+'''
+
+Place = tuple[str, int, int]
+"""cause, turn, token"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change in today's code, and where it must show."""
+
+    name: str
+    words: list[str]
+    """flags of `agentrl replay`"""
+    expected: Callable[[Trajectory], Place | None]
+    """None: the episode is identical"""
+    plant: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def span(t: Trajectory, turn: int, kind: Provenance) -> tuple[int, Span] | None:
+    """(index of its first token, span) of a turn in the only segment."""
+    at = 0
+    for s in t.segments[0].spans:
+        if s.turn == turn and s.provenance is kind:
+            return at, s
+        at += len(s.ids)
+    return None
+
+
+@contextmanager
+def answers_in_lower_case() -> Iterator[None]:
+    parse = TagFormat.parse
+
+    def lower(*given: Any) -> Action:
+        action = parse(*given)
+        return replace(action, answer=action.answer and action.answer.lower())
+
+    with mock.patch.object(TagFormat, "parse", lower):
+        yield
+
+
+def faults(folder: Path) -> list[Fault]:
+    """The five."""
+    tokenizer = Tokenizer.load(model_folder(MODEL))
+    (folder / "planted.py").write_text(PLANTED)
+    other = folder / "model"
+    shutil.copytree(model_folder(MODEL), other)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("<|im_start|>assistant\\n", "<|im_start|>assistant:\\n")
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def template(t: Trajectory) -> Place:
+        """The last token of the prompt, the line break, is another."""
+        length = t.turns[0].context_length
+        assert tokenizer.decode(t.segments[0].ids[length - 1 : length]) == "\n"
+        return "template", -1, length - 1
+
+    def parser(t: Trajectory) -> Place | None:
+        """The token with the answer's first capital."""
+        answer = t.turns[-1].action.answer
+        if answer is None or answer == answer.lower():
+            return None
+        found = span(t, len(t.turns) - 1, Provenance.SAMPLED)
+        assert found is not None
+        begin, generated = found
+        text = tokenizer.decode(generated.ids)
+        letter = text.index(answer) + next(i for i, c in enumerate(answer) if c != c.lower())
+        ends = (len(tokenizer.decode(generated.ids[: i + 1])) for i in range(len(generated.ids)))
+        return "parser", len(t.turns) - 1, begin + next(i for i, end in enumerate(ends) if end > letter)
+
+    def environment(t: Trajectory) -> Place | None:
+        """The first token of the second observation."""
+        found = span(t, 1, Provenance.OBSERVATION)
+        return None if found is None else ("env", 1, found[0])
+
+    def reward(t: Trajectory) -> Place | None:
+        """The last token."""
+        return None if t.rewards["em"] == 1.0 else ("reward", len(t.turns) - 1, len(t.segments[0]) - 1)
+
+    def limit(t: Trajectory) -> Place | None:
+        """The first token after the first generation."""
+        found = span(t, 0, Provenance.SAMPLED)
+        return None if len(t.turns) == 1 or found is None else ("limit", 0, found[0] + len(found[1].ids))
+
+    return [
+        Fault("template: 'assistant:' in the header", ["--hf-checkpoint", str(other)], template),
+        Fault("parser: answers in lower case", [], parser, answers_in_lower_case),
+        Fault(
+            "environment: a mark before the second observation", ["--env", f"{folder}/planted.py:Marked"], environment
+        ),
+        Fault("reward: em is always 1", ["--reward", f"{folder}/planted.py:generous", "f1=0"], reward),
+        Fault("limit: one turn", ["--max-turns", "1"], limit),
+    ]
+
+
+def planted(fault: Fault, run: Path, out: Path) -> dict[str, Any]:
+    """Replay under a fault; how many episodes differ where they must."""
+    with fault.plant(), contextlib.redirect_stdout(io.StringIO()) as said:
+        status = agentrl(["replay", str(run), "--out", str(out), *fault.words])
+    found = {}
+    for row in map(json.loads, out.read_text().splitlines()):
+        d = row["divergence"]
+        found[row["episode_id"]] = d and (d["cause"], d["turn"], d["token"])
+    expected = {t.episode_id: fault.expected(t) for t in read_episodes(run)}
+    wrong = [e for e in expected if found.get(e, "missing") != expected[e]]
+    for e in wrong[:3]:
+        print(f"{fault.name}: episode {e} must differ at {expected[e]}, replay says {found.get(e, 'nothing')}")
+    if status != 1:
+        print(f"{fault.name}: exit status {status}\n{said.getvalue()}")
+    differ = sum(p is not None for p in expected.values())
+    ok = not wrong and status == 1 and differ > 0
+    return {"fault": fault.name, "episodes": len(expected), "must_differ": differ, "wrong": len(wrong), "ok": ok}
+
+
+def measure(rollouts: int, folder: Path) -> dict[str, Any]:
+    run = folder / "run"
+    command = [sys.executable, "-m", "agentrl.cli"]
+    words = ["--env", "search_r1", "--num-rollout", str(rollouts), "--run", str(run)]
+    subprocess.run([*command, "rollout", *words], check=True)
+    seconds, identical = [], True
+    for _ in range(3):
+        done = subprocess.run([*command, "replay", str(run)], capture_output=True, text=True, check=False)
+        print(done.stdout, done.stderr, sep="")
+        said = done.stdout.splitlines()
+        identical &= done.returncode == 0 and said[0].endswith("episodes replayed: identical")
+        seconds.append(float(said[-1].split(" s")[0]) if done.returncode == 0 else float("inf"))
+    spent = rollout_seconds(run)
+    episodes = sum(1 for _ in read_episodes(run))
+    replayed = statistics.median(seconds)
+    return {
+        "episodes": episodes,
+        "turns": sum(len(t.turns) for t in read_episodes(run)),
+        "identical": identical,
+        "rollout_s": round(spent, 1),
+        "replay_s": seconds,
+        "ratio": round(replayed / spent, 4),
+        "most_ratio": MOST_RATIO,
+        "planted": [planted(f, run, folder / f"{n}.jsonl") for n, f in enumerate(faults(folder))],
+    }
+
+
+def page(found: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    replays = ", ".join(f"{s:.1f}" for s in found["replay_s"])
+    word = "identical" if found["identical"] else "NOT IDENTICAL"
+    made = f"{found['episodes']} episodes of {found['turns']} turns in all, embedded policy, local engine: rollouts {found['rollout_s']:.1f} s;"
+    took = f"replay {replays} s ({word}, every time), the median being **{found['ratio']:.3f}** of the rollouts' time (bound {MOST_RATIO})."
+    lines = ["# Replay of a search_r1 run on one CPU machine", ""]
+    lines += [f"{found['machine']}. Command: `python benchmarks/replay.py --write`.", "", f"{made} {took}", ""]
+    lines += ["| planted fault | episodes that must differ | at another cause, turn or token |", "|---|---|---|"]
+    lines += [f"| {p['fault']} | {p['must_differ']} of {p['episodes']} | {p['wrong']} |" for p in found["planted"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=4, help="of 128 episodes each")
+    parser.add_argument("--write", action="store_true", help="also into benchmarks/results/replay_cpu.{json,md}")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args.rollouts, Path(folder))
+    when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M+00:00")
+    load = os.getloadavg()[0]
+    found["machine"] = f"{when}, {os.cpu_count()} cores, load {load:.1f}, Python {platform.python_version()}"
+    print(page(found))
+    if args.write:
+        (RESULTS / "replay_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "replay_cpu.md").write_text(page(found))
+    return 0 if found["identical"] and found["ratio"] <= MOST_RATIO and all(p["ok"] for p in found["planted"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
