@@ -48,7 +48,11 @@ class LocalModel:
         AttentionInterface.register(NAME, block_attention)
         try:
             with no_progress_bar():
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME)
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+                )
+            if wrong := sorted([*found["missing_keys"], *(k[0] for k in found["mismatched_keys"])]):
+                raise ValueError(f"{len(wrong)} tensors are missing or of another shape: {', '.join(wrong[:3])} …")
             self.model = model.to(device).eval()
         except (OSError, ValueError, KeyError) as e:
             raise EngineFailure(
