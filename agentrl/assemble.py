@@ -219,7 +219,7 @@ class Parts:
         return tasks[: data.data_limit] if data.data_limit else tasks
 
     def eval_sets(self) -> dict[str, list[Task]]:
-        """Evaluation sets by name: `--eval-prompt-data`, else the environment's split 'test'."""
+        """Evaluation sets by name: `--eval-prompt-data`, else, unless there is `--prompt-data`, the environment's split 'test' if it has one."""
         settings = self.config.eval
         pairs: Sequence[str] = settings.eval_prompt_data
         if pairs:
@@ -228,7 +228,7 @@ class Parts:
             return {}
         else:
             sets = {"test": self._own_tasks("test")}
-        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items()}
+        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def close(self) -> None:
         """Let pools end."""

@@ -176,8 +176,7 @@ def run_eval(args: argparse.Namespace, rest: Words) -> int:
     """`agentrl eval`."""
     from agentrl.jobs import evaluate_only
 
-    config = resolve(args, rest)
-    asyncio.run(evaluate_only(replace(config, eval=replace(config.eval, eval_interval=1)), out=say))
+    asyncio.run(evaluate_only(resolve(args, rest), out=say))
     return 0
 
 

@@ -215,7 +215,7 @@ class EvalSettings:
     eval_interval: int = 20
     """rollouts between evaluations, also before the first and after the last; 0: never"""
     eval_prompt_data: tuple[str, ...] = ()
-    """NAME PATH pairs; empty: the environment's split 'test'"""
+    """NAME PATH pairs; empty: the environment's split 'test', or with `--prompt-data` nothing (`agentrl eval`: that data)"""
     n_samples_per_eval_prompt: int = 1
     """episodes per question"""
     eval_temperature: float = 0.0

@@ -11,7 +11,7 @@ from agentrl.types import Group, Status, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], table: CauseTable, violations: int) -> dict[str, float]:
-    """Means over the episodes that stand, and counts of the rest."""
+    """Means over the episodes that stand, and counts of the rest; `violations` of exactness are those of every attempt."""
     done = [t for g in groups for t in g.trajectories]
     out: dict[str, float] = {
         "episodes": len(done),

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from agentrl.config import Config
 from agentrl.rollout import CauseTable
-from agentrl.store import exactness_violations
 from agentrl.types import Group
 
 COUNTS = ("rollouts", "steps", "episodes", "turns", "exactness_violations")
@@ -49,15 +48,13 @@ class Report:
             for row in rows:
                 self._events(row["step"], {k: v for k, v in row.items() if k != "step"})
 
-    def count(self, groups: Sequence[Group], table: CauseTable) -> int:
-        """Add the episodes and causes of a rollout or an evaluation; returns its exactness violations."""
+    def count(self, groups: Sequence[Group], table: CauseTable, violations: int) -> None:
+        """Add the episodes, the causes and the exactness violations of a rollout or an evaluation."""
         self._latest = table
         self.table.merge(table)
         self.totals["episodes"] += sum(len(g.trajectories) for g in groups)
-        self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
-        violations = exactness_violations(t for g in groups for t in g.trajectories)
         self.totals["exactness_violations"] += violations
-        return violations
+        self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
 
     def step(self, step: int, row: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Add a finished rollout's numbers."""

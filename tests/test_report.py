@@ -26,17 +26,17 @@ def table_of(*groups, retried=0, dropped=0, extra=()):
     return table
 
 
-def rolled(report, step, *groups, **more):
+def rolled(report, step, *groups, violations=0, **more):
     """A rollout's numbers, given to the report as the loop does."""
     table = table_of(*groups, **more)
-    row = rollout_metrics(groups, table) | {"train/rows": 4, "train/steps": 2, "train/grad_norm": 0.5}
-    report.count(groups, table)
+    row = rollout_metrics(groups, table, violations) | {"train/rows": 4, "train/steps": 2, "train/grad_norm": 0.5}
+    report.count(groups, table, violations)
     report.step(step, row, SECONDS)
     return row
 
 
 def evaluated(report, step, *groups, name="test"):
-    report.count(groups, table_of(*groups))
+    report.count(groups, table_of(*groups), 0)
     report.evaluation(step, name, eval_metrics(name, groups), 0.5)
 
 
@@ -46,13 +46,13 @@ def evaluated(report, step, *groups, name="test"):
 def test_numbers_of_a_rollout_are_of_the_episodes_that_stand():
     flat, mixed = group_of(1.0, 1.0), group_of(0.0, 1.0, index=1, reasons=[StopReason.TERMINATED, StopReason.MAX_TURNS])
     failed = trajectory(reason=StopReason.TOOL_FAILURE, cause="InfraError")
-    row = rollout_metrics([flat, mixed], table_of(flat, mixed, retried=1, dropped=2, extra=[failed]))
+    row = rollout_metrics([flat, mixed], table_of(flat, mixed, retried=1, dropped=2, extra=[failed]), 7)
     assert row | {"turns": 0} == {
         "episodes": 4,
         "failures": 1,
         "retried": 1,
         "dropped_groups": 2,
-        "exactness_violations": 0,
+        "exactness_violations": 7,
         "stop/terminated": 3,
         "stop/max_turns": 1,
         "stop/tool_failure": 1,
@@ -68,7 +68,7 @@ def test_numbers_of_a_rollout_are_of_the_episodes_that_stand():
 
 
 def test_a_rollout_that_lost_everything_has_counts_and_no_means():
-    row = rollout_metrics([], table_of(dropped=1, extra=[trajectory(reason=StopReason.ENV_FAILURE)]))
+    row = rollout_metrics([], table_of(dropped=1, extra=[trajectory(reason=StopReason.ENV_FAILURE)]), 0)
     assert "reward" not in row
     assert (row["episodes"], row["failures"]) == (0, 1)
 
@@ -92,7 +92,7 @@ def test_evaluation_is_the_mean_over_episodes_and_pass_at_k_over_questions():
 def test_an_abstaining_component_is_left_out_of_its_mean():
     g = group_of(1.0, 0.0)
     silent = replace(g.trajectories[0], rewards={"r": None})
-    row = rollout_metrics([Group(0, g.task, (silent, g.trajectories[1]))], CauseTable())
+    row = rollout_metrics([Group(0, g.task, (silent, g.trajectories[1]))], CauseTable(), 0)
     assert row["reward/r"] == 0.0
 
 
@@ -163,7 +163,7 @@ def test_the_summary(tmp_path):
     for step, score in enumerate((0.0, 0.5, 1.0, 1.0)):
         rolled(report, step, group_of(score, score))
     failed = trajectory(reason=StopReason.ENV_FAILURE, cause="db")
-    rolled(report, 4, group_of(1.0, 1.0), extra=[failed], retried=1)
+    rolled(report, 4, group_of(1.0, 1.0), extra=[failed], retried=1, violations=2)
     evaluated(report, 5, group_of(1.0, 0.0), group_of(1.0, 1.0, index=1))
     report.finish(tmp_path, CONFIG)
     found = orjson.loads((tmp_path / "summary.json").read_bytes())
@@ -187,7 +187,7 @@ def test_the_summary(tmp_path):
         "steps": 10,
         "episodes": 18,
         "turns": 0,
-        "exactness_violations": 0,
+        "exactness_violations": 2,
         "rollout_s": 10.0,
         "train_s": 7.5,
         "sync_s": 1.25,
