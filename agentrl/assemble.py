@@ -16,9 +16,9 @@ from agentrl.config import Config, EngineSettings
 from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
-from agentrl.env import Env, check_env_args, has_tools, make_env_class
+from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
-from agentrl.errors import ConfigError, DataError, UsageError
+from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
@@ -27,6 +27,7 @@ from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import RolloutLimits
 from agentrl.runner_process import Tell
 from agentrl.runners import RunnerProcesses
+from agentrl.tool import tool_names
 from agentrl.toolbox import Keep
 from agentrl.train.rows import NO_IMAGES
 from agentrl.types import Task
@@ -62,8 +63,8 @@ class Parts:
             images=images_of_model(self.folder, self.tokenizer.added),
             **config.model.template_args,
         )
-        if not self.renderer.format.inline:
-            self.renderer.check(("user", "assistant", "tool") if has_tools(self.env_class) else ("user", "assistant"))
+        self._known_roles: set[str] = set()
+        self._check_conversation()
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
@@ -71,15 +72,29 @@ class Parts:
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     def require_trainable(self) -> None:
-        """Refuse, before the first episode, a model that takes images.
+        """Refuse, before anything starts, what cannot be trained: a model that takes images, settings that do not fit model or machine.
 
         Raises:
-            ConfigError: it does.
+            UsageError: one sentence.
         """
+        from agentrl.train.settings import check_trainer
+
         if isinstance(self.renderer.images, Images) and "vision_config" in self._model_config():
             raise ConfigError(
                 f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
             )
+        check_trainer(self.folder, self.config.megatron, self.config.train.actor_num_gpus_per_node, len(gpus()))
+
+    def require_weights(self) -> None:
+        """Refuse, before anything starts, a model folder without weights for the local engine.
+
+        Raises:
+            DataError: it has none.
+        """
+        from agentrl.train.settings import weight_files
+
+        if self.servers is None and not any(self.folder.glob("*.bin")):
+            weight_files(self.folder)
 
     def limits(self) -> Limits:
         """Bounds of an episode."""
@@ -181,9 +196,6 @@ class Parts:
         from agentrl.train.megatron import MegatronTrainer
 
         c = self.config
-        ranks, cards = c.train.actor_num_gpus_per_node or 1, len(gpus())
-        if 0 < cards < ranks:
-            raise ConfigError(f"--actor-num-gpus-per-node {ranks}: this machine has {cards} GPU{'s' * (cards > 1)}")
         return MegatronTrainer(
             self.folder,
             megatron=c.megatron,
@@ -207,7 +219,7 @@ class Parts:
         return tasks[: data.data_limit] if data.data_limit else tasks
 
     def eval_sets(self) -> dict[str, list[Task]]:
-        """Evaluation sets by name: `--eval-prompt-data`, else the environment's split 'test'."""
+        """Evaluation sets by name: `--eval-prompt-data`, else, unless there is `--prompt-data`, the environment's split 'test' if it has one."""
         settings = self.config.eval
         pairs: Sequence[str] = settings.eval_prompt_data
         if pairs:
@@ -216,11 +228,39 @@ class Parts:
             return {}
         else:
             sets = {"test": self._own_tasks("test")}
-        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items()}
+        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def close(self) -> None:
         """Let pools end."""
         self.scorer.close()
+
+    def _check_conversation(self) -> None:
+        """Refuse an environment whose system prompt, tools or tools' results the chat template does not take.
+
+        Raises:
+            TemplateError: which of them.
+        """
+        env, renderer = self.env_class, self.renderer
+        if env.system_prompt:
+            renderer.check(("system",))
+        tools = tool_names(env)
+        if not tools or renderer.format.inline:
+            return
+        renderer.check(("tool",))
+        named = env.shows_tools or all(name in (env.system_prompt or "") for name in tools)
+        if renderer.format.needs_tools and not renderer.shows_tools and not named:
+            raise TemplateError(
+                f"{self.folder}: its chat template leaves tools out, so the policy would never hear of {', '.join(tools)} of environment "
+                f"{env.label()}; describe them in its system_prompt or, if other prompts of it do, set shows_tools = True"
+            )
+
+    def _check_task(self, task: Task) -> None:
+        """The environment's own check, and whether the template knows the roles of a prompt that goes in as it is."""
+        self.env_class.check_task(task)
+        if self.env_class.reset is Env.reset:
+            unknown = {m["role"] for m in task.messages} - {"user", "assistant", "tool", *self._known_roles}
+            self.renderer.check(sorted(unknown))
+            self._known_roles |= unknown
 
     def _file_tasks(self, spec: str) -> list[Task]:
         data = self.config.data
@@ -228,14 +268,14 @@ class Parts:
             spec,
             input_key=data.input_key or self.env_class.input_key,
             label_key=data.label_key or self.env_class.label_key,
-            check=self.env_class.check_task,
+            check=self._check_task,
         )
 
     def _own_tasks(self, split: str) -> list[Task]:
         tasks = []
         for task in self.env_class.tasks(split):
             try:
-                self.env_class.check_task(task)
+                self._check_task(task)
             except UsageError as e:
                 raise DataError(f"{self.env_class.label()}, split {split}, task {task.id}: {e}") from e
             tasks.append(task)

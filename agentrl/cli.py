@@ -7,35 +7,49 @@ import asyncio
 import datetime
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from agentrl import __version__
 from agentrl.commands import add_commands
 from agentrl.config import Config, Layer, build_config, read_toml
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
-from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError
+from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.flags import add_flags, read_flags
 
 Words = list[str]
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError."""
+        raise ConfigError(message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = make_parser()
-    args, rest = parser.parse_known_args(argv)
-    if getattr(args, "command", None) is None:
-        parser.print_help()
-        return 2
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = make_parser()
+    command = words[0] if words and not words[0].startswith("-") else None
+    name = "agentrl" if command is None or command not in commands else f"agentrl {command}"
     try:
+        if command is not None and command not in commands:
+            raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}")
+        args, rest = parser.parse_known_args(words)
+        if args.command is None:
+            parser.print_help()
+            return 2
         result: int = args.run_command(args, rest)
     except (UsageError, StoreError) as e:
-        print(f"agentrl {args.command}: {e}", file=sys.stderr)
+        print(f"{name}: {e}", file=sys.stderr)
         return 2
     except AgentRLError as e:
-        print(f"agentrl {args.command}: {type(e).__name__}: {e}", file=sys.stderr)
+        print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("agentrl: interrupted; a run goes on with: agentrl train --resume RUN", file=sys.stderr)
@@ -43,11 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """All commands and flags."""
-    parser = argparse.ArgumentParser(
-        prog="agentrl", description="Reinforcement learning for language-model agents.", allow_abbrev=False
-    )
+def make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """All commands and flags, and the commands' names."""
+    parser = Parser(prog="agentrl", description="Reinforcement learning for language-model agents.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
@@ -94,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--episodes", type=int, default=20)
     check.add_argument("--seed", type=int, default=0)
     add_commands(commands)
-    return parser
+    return parser, commands.choices
 
 
 def resolve(args: argparse.Namespace, rest: Words) -> Config:
@@ -129,6 +141,11 @@ def run_train(args: argparse.Namespace, rest: Words) -> int:
     if args.resume:
         from agentrl.runfolder import require_run
 
+        for flag in ("config", "train_only"):
+            if getattr(args, flag):
+                raise ConfigError(
+                    f"--resume goes on with the run's own settings and episodes; leave out --{flag.replace('_', '-')}"
+                )
         given = read_flags(args, rest)
         config = build_config(read_toml(require_run(args.resume) / "config.toml"), given)
         changed = sorted(set(given) - {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency"})
@@ -159,8 +176,7 @@ def run_eval(args: argparse.Namespace, rest: Words) -> int:
     """`agentrl eval`."""
     from agentrl.jobs import evaluate_only
 
-    config = resolve(args, rest)
-    asyncio.run(evaluate_only(replace(config, eval=replace(config.eval, eval_interval=1)), out=say))
+    asyncio.run(evaluate_only(resolve(args, rest), out=say))
     return 0
 
 

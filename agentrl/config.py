@@ -146,7 +146,7 @@ class RolloutSettings:
 class EngineSettings:
     """Inference."""
 
-    engine: Literal["local", "scripted", "sglang"] = "local"
+    engine: Literal["local", "sglang"] = "local"
     """local: in this process; sglang: servers, started here or attached to"""
     colocate: bool = False
     """sglang: engines and trainer share the same cards, in turns"""
@@ -215,7 +215,7 @@ class EvalSettings:
     eval_interval: int = 20
     """rollouts between evaluations, also before the first and after the last; 0: never"""
     eval_prompt_data: tuple[str, ...] = ()
-    """NAME PATH pairs; empty: the environment's split 'test'"""
+    """NAME PATH pairs; empty: the environment's split 'test', or with `--prompt-data` nothing (`agentrl eval`: that data)"""
     n_samples_per_eval_prompt: int = 1
     """episodes per question"""
     eval_temperature: float = 0.0
@@ -425,6 +425,10 @@ def check(config: Config) -> None:
         )
     if t.kl_loss_coef and not t.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add it")
+    if t.eps_clip_c is not None and t.eps_clip_c <= 1:
+        raise ConfigError(
+            f"--eps-clip-c must be above 1 (it bounds the loss of bad tokens from above), found {t.eps_clip_c}"
+        )
     if not config.data.apply_chat_template:
         raise ConfigError(
             "--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing"

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from agentrl.errors import ConfigError, ContractError, suggest
 from agentrl.registry import Registry
-from agentrl.tool import Tool, ToolSpec, is_tool, spec_of, tools_of
+from agentrl.tool import Tool, ToolSpec, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
 
 
@@ -51,6 +51,8 @@ class Env:
     """how actions are written: a name of agentrl.render.FORMATS ('search_r1', 'hermes', …); None: the model family's own"""
     system_prompt: ClassVar[str | None] = None
     """put before the first observation"""
+    shows_tools: ClassVar[bool] = False
+    """its prompts say themselves what its tools are and how to call them, so that a chat template that leaves them out will do"""
     context_policy: ClassVar[Any] = None
     """what leaves a conversation that grows long: `DropOldTurns()`, `TruncateOldResults()`, `Summarise(write)` of agentrl.render, or any
     function (or method) of a `ContextView` that returns the messages to go on with, or None to leave them; None: nothing leaves it"""
@@ -220,8 +222,3 @@ def check_env_args(cls: type[Env], args: Mapping[str, Any]) -> None:
     for name in args:
         if name not in parameters:
             raise ConfigError(f"environment {cls.label()} takes no argument {name!r}{suggest(name, parameters)}")
-
-
-def has_tools(cls: type[Env]) -> bool:
-    """Does the class declare tools, in `tools` or as `@tool` methods?"""
-    return bool(cls.tools) or any(is_tool(getattr(cls, name)) for name in dir(cls) if not name.startswith("_"))

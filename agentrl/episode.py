@@ -257,13 +257,13 @@ class Episode:
         """Ask the engine, record exactly what it sampled, read the action."""
         self.end_turn()
         runner, index = self.runner, len(self.turns)
-        length, crc = self.recorder.length(), self.recorder.crc()
+        length, crc, context = self.recorder.length(), self.recorder.crc(), self.recorder.context()
         seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
         sampling = self.sampling(room, seed)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
             generation = await runner.engine.generate(
-                self.recorder.context(), sampling, session=self.spec.episode_id, images=self.recorder.images()
+                context, sampling, session=self.spec.episode_id, images=self.recorder.images()
             )
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
@@ -276,7 +276,9 @@ class Episode:
         self.demonstration |= generation.demonstration
         with boundary(EngineFailure, "the engine's answer"):
             self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
-        action = runner.renderer.parse(generation.ids, generation.finish_reason, runner.limits.max_calls_per_turn)
+        action = runner.renderer.parse(
+            generation.ids, generation.finish_reason, runner.limits.max_calls_per_turn, context=context
+        )
         if not generation.ids:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))
         self.draft = {
@@ -316,7 +318,7 @@ class Episode:
         label = self.runner.env_class.label()
         if not isinstance(result, StepResult):
             raise ContractError(f"{label}.step must return a StepResult, found {type(result).__name__}: {result!r:.80}")
-        if not isinstance(result.info, Mapping):
+        if not isinstance(result.info, (dict, Mapping)):
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.clock["env_s"] += elapsed
         self.now.update(

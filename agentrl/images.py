@@ -88,7 +88,7 @@ class Placed:
 
 def is_image(value: Any) -> bool:
     """A part of a content that is an image."""
-    return isinstance(value, Mapping) and (
+    return isinstance(value, (dict, Mapping)) and (
         value.get("type") in ("image", "image_url") or "image" in value or "image_url" in value
     )
 

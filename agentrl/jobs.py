@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from agentrl.errors import DataError
 from agentrl.loop import Job, Print
 from agentrl.metrics import rollout_metrics
 from agentrl.rollout import CauseTable
-from agentrl.store import Entry, Recording, from_record
+from agentrl.store import Entry, Recording, exactness_violations, from_record
 from agentrl.types import Group, Status, Trajectory
 
 
@@ -33,8 +34,18 @@ async def rollout_only(config: Config, *, out: Print = print) -> Path:
 
 
 async def evaluate_only(config: Config, *, out: Print = print) -> dict[str, float]:
-    """One evaluation of the model as it is; returns the numbers of the last set."""
-    job = Job(config, None, out)
+    """One evaluation of the model as it is, on `--eval-prompt-data`, else on `--prompt-data`, else on the environment's split 'test'.
+
+    Returns the numbers of the last set.
+
+    Raises:
+        DataError: there is no question.
+    """
+    given, data = config.eval.eval_prompt_data, config.data.prompt_data
+    if data and not given:
+        given = (Path(data.rpartition("@[")[0] or data).stem, data)
+    config = replace(config, eval=replace(config.eval, eval_interval=1, eval_prompt_data=given))
+    job = Job(config, None, out, evaluates=True)
     try:
         await job.engine.start()
         await job.evaluate(0)
@@ -61,8 +72,9 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     try:
         job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
         for step, entries in enumerate(rollouts):
-            groups, table = _read(job, recording, entries, step)
-            job.row, job.seconds = rollout_metrics(groups, table, job.report.count(groups, table)), {}
+            groups, table, violations = _read(job, recording, entries, step)
+            job.row, job.seconds = rollout_metrics(groups, table, violations), {}
+            job.report.count(groups, table, violations)
             await job.optimize(groups)
             job.record(step)
         await job.save(len(rollouts))
@@ -83,14 +95,15 @@ def recorded_rollouts(recording: Recording, batch: int) -> Iterator[list[Entry]]
     yield from steps.values()
 
 
-def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> tuple[list[Group], CauseTable]:
-    """The groups that stand, and what became of the rest; all episodes go into the new run's record."""
-    table = CauseTable()
+def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> tuple[list[Group], CauseTable, int]:
+    """The groups that stand, what became of all episodes, and their exactness violations; all go into the new run's record."""
+    table, violations = CauseTable(), 0
     members: dict[int, list[Trajectory]] = {}
     for record in recording.records(entries):
         t = from_record(record, recording.images)
         table.add(t)
+        violations += exactness_violations([t])
         job.folder.episodes.write(t, step=step, split="train", config=record.get("config"))
         if t.status not in (Status.FAILED, Status.ABORTED):
             members.setdefault(t.group_index, []).append(t)
-    return [Group(g, ts[0].task, tuple(ts)) for g, ts in members.items()], table
+    return [Group(g, ts[0].task, tuple(ts)) for g, ts in members.items()], table, violations

@@ -17,12 +17,14 @@ from agentrl.assemble import Parts
 from agentrl.config import Config
 from agentrl.data.source import DataSource
 from agentrl.engine.base import Engine
+from agentrl.errors import DataError
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable, Rollout, Runner
 from agentrl.runfolder import RunFolder, settings_fingerprint
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
+from agentrl.store import exactness_violations
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.fed import step_record
 from agentrl.train.rows import make_rows, split_steps, trained_rows
@@ -55,7 +57,9 @@ async def train(config: Config, *, resume: Path | None = None, out: Print = prin
 class Job:
     """The parts of a run and where it stands."""
 
-    def __init__(self, config: Config, resume: Path | None, out: Print, *, trains: bool = False) -> None:
+    def __init__(
+        self, config: Config, resume: Path | None, out: Print, *, trains: bool = False, evaluates: bool = False
+    ) -> None:
         """Check everything, then make the run folder.
 
         Raises:
@@ -64,15 +68,21 @@ class Job:
         self.config = config
         self.out = out
         self.parts = Parts(config)
-        if trains:
-            self.parts.require_trainable()
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
+        if evaluates and not self.eval_sets:
+            raise DataError(
+                f"{self.parts.env_class.label()} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
+            )
         self.source = DataSource(
             self.parts.tasks("train"),
             n_samples_per_prompt=config.rollout.n_samples_per_prompt,
             seed=config.run.seed,
             shuffle=config.data.rollout_shuffle,
         )
+        if trains:
+            self.parts.require_trainable()
+        else:
+            self.parts.require_weights()
         self.fingerprint = settings_fingerprint(config)
         self.step = 0
         self.policy_version = 0
@@ -82,9 +92,9 @@ class Job:
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
         else:
-            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config)
+            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config, __version__)
             self._restore(state)
-        self.report.open(self.folder.path, config, self.step)
+        self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.parts.engine(self.folder.path)
         self.processes = self.parts.runner_processes(self.engine, out)
         self.trainer: Any = None
@@ -99,7 +109,8 @@ class Job:
     async def start(self) -> None:
         """Start trainer and engine side by side; with a checkpoint, take its weights."""
         self.out(
-            f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks"
+            f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks, "
+            f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
         )
         reference = self.config.train.use_kl_loss
         self.trainer, _ = await asyncio.gather(
@@ -116,11 +127,12 @@ class Job:
         """Episodes for this step, recorded in the order of their ordinals."""
         started = time.perf_counter()
         specs = self.source.get_samples(self.config.rollout.rollout_batch_size)
-        groups, table = await self._episodes(
+        groups, table, violations = await self._episodes(
             specs, self.config.rollout.rollout_temperature, self.config.run.seed, {"step": step, "split": "train"}
         )
         self.seconds = {"rollout_s": time.perf_counter() - started}
-        self.row = rollout_metrics(groups, table, self.report.count(groups, table))
+        self.row = rollout_metrics(groups, table, violations)
+        self.report.count(groups, table, violations)
         return groups
 
     async def optimize(self, groups: Sequence[Group]) -> None:
@@ -180,14 +192,14 @@ class Job:
             prefix = f"eval/{name}/{step}/"
             specs = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
             seed = derive_seed(self.config.run.seed, "eval", name)
-            groups, table = await self._episodes(
+            groups, table, violations = await self._episodes(
                 specs, settings.eval_temperature, seed, {"step": step, "split": f"eval/{name}"}
             )
             row = eval_metrics(name, groups)
             self.folder.metrics.write({"step": step, **row})
             seconds = time.perf_counter() - started
             self.folder.timings.write({"step": step, f"eval/{name}_s": seconds})
-            self.report.count(groups, table)
+            self.report.count(groups, table, violations)
             self.report.evaluation(step, name, row, seconds)
             self.out(self.report.eval_line(step, name, seconds))
 
@@ -206,10 +218,8 @@ class Job:
 
     async def finish(self) -> None:
         """Export the weights, draw the curve, write the summary."""
-        target = self.folder.path / "hf"
-        if not target.exists():
-            await self.weights.lend(self.trainer, self.engine, keep_weights=True)
-            await asyncio.to_thread(self.trainer.export_weights, target)
+        await self.weights.lend(self.trainer, self.engine, keep_weights=True)
+        await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
         self.report.finish(self.folder.path, self.config)
         self.out(self.report.closing(self.folder.path))
 
@@ -241,7 +251,8 @@ class Job:
 
     async def _episodes(
         self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
-    ) -> tuple[list[Group], CauseTable]:
+    ) -> tuple[list[Group], CauseTable, int]:
+        """The groups that stand, what became of all attempts, and the exactness violations in these; every attempt is recorded."""
         attempts: list[Trajectory] = []
         progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
 
@@ -250,6 +261,7 @@ class Job:
             progress.update()
 
         groups: list[Group] = []
+        violations = 0
         try:
             async with self._runner(temperature, seed) as runner:
                 groups, table = await Rollout(runner, self.parts.rollout_limits()).run(specs, heard)
@@ -258,8 +270,9 @@ class Job:
         finally:
             progress.close()
             final = {t.episode_id: t for t in [*attempts, *(t for g in groups for t in g.trajectories)]}
-            await asyncio.to_thread(self._write, sorted(final.values(), key=lambda t: (t.index, t.attempt)), extra)
-        return groups, table
+            order = sorted(final.values(), key=lambda t: (t.index, t.attempt))
+            violations = await asyncio.to_thread(self._write, order, extra)
+        return groups, table, violations
 
     @asynccontextmanager
     async def _runner(self, temperature: float, seed: int) -> AsyncIterator[Runner]:
@@ -278,9 +291,10 @@ class Job:
         finally:
             runner.close()
 
-    def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
+    def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> int:
         for t in trajectories:
             self.folder.episodes.write(t, **extra, config=self.fingerprint)
+        return exactness_violations(trajectories)
 
     def _rows(self, samples: Sequence[Sample], advantages: dict[str, float]) -> list[Row]:
         t = self.config.train

@@ -11,7 +11,7 @@ from agentrl.types import Group, Status, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], table: CauseTable, violations: int) -> dict[str, float]:
-    """Means over the episodes that stand, and counts of the rest."""
+    """Means over the episodes that stand, and counts of the rest; `violations` of exactness are those of every attempt."""
     done = [t for g in groups for t in g.trajectories]
     out: dict[str, float] = {
         "episodes": len(done),
@@ -52,7 +52,8 @@ def eval_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
     if not done:
         return {}
     k = max(len(g.trajectories) for g in groups)
-    out = {f"eval/{name}/reward": fmean(t.score for t in done), f"eval/{name}/episodes": float(len(done))}
+    out = {f"eval/{name}/reward": fmean(t.score for t in done)}
+    out |= {f"eval/{name}/questions": float(len(groups)), f"eval/{name}/episodes": float(len(done))}
     out |= {f"eval/{name}/{c}": v for c, v in component_means(done).items()}
     if k > 1:
         out[f"eval/{name}/pass@{k}"] = fmean(any(t.score > 0.5 for t in g.trajectories) for g in groups)

@@ -89,9 +89,11 @@ class Pool:
 
     async def _wait_for(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
         """As asyncio.wait_for, but also when the coroutine swallows its cancellation, cancels itself or calls sys.exit."""
-        task = asyncio.get_running_loop().create_task(_contained(awaitable))
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        task = loop.create_task(_contained(awaitable, waiter))
         try:
-            await _settled(task, timeout_s)
+            await _settled(task, timeout_s, waiter)
         finally:
             if late := not task.done():
                 task.cancel()
@@ -186,10 +188,15 @@ class _Call:
             return None, RuntimeError(f"{type(e).__name__}: {e}")
 
 
-async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> None:
-    """Wait until it is done or the time is up. As asyncio.wait, for one, at half the cost."""
+async def _settled(
+    future: asyncio.Future[Any], timeout_s: float | None, waiter: asyncio.Future[None] | None = None
+) -> None:
+    """Wait until it is done or the time is up. As asyncio.wait, for one, at half the cost.
+
+    `waiter` is waited for; who makes `future` done may make it done as well, which spares a turn of the event loop.
+    """
     loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
+    waiter = waiter or loop.create_future()
 
     def wake(_: object = None) -> None:
         if not waiter.done():
@@ -205,12 +212,15 @@ async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> None
             timer.cancel()
 
 
-async def _contained(awaitable: Awaitable[Any]) -> Any:
-    """Await it; sys.exit in user code must not end the run."""
+async def _contained(awaitable: Awaitable[Any], waiter: asyncio.Future[None]) -> Any:
+    """Await it, then wake who waits; sys.exit in user code must not end the run."""
     try:
         return await awaitable
     except SystemExit as e:
         raise RuntimeError(f"SystemExit: {e}") from e
+    finally:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 def is_async(fn: Callable[..., Any]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ from tqdm import tqdm
 
 from agentrl.config import Config
 from agentrl.rollout import CauseTable
-from agentrl.store import exactness_violations
 from agentrl.types import Group
+
+COUNTS = ("rollouts", "steps", "episodes", "turns", "exactness_violations")
+"""totals of a run that are whole numbers; `steps` are the optimizer's"""
+SIZES = ("questions", "episodes")
+"""numbers of an evaluation that are no score"""
 
 
 class Report:
@@ -25,32 +31,37 @@ class Report:
         self.evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
         self.table = CauseTable()
         self.totals: dict[str, float] = dict.fromkeys(
-            ("episodes", "turns", "exactness_violations", "rollout_s", "train_s", "sync_s", "eval_s", "wall_s"), 0.0
+            (*COUNTS, "rollout_s", "train_s", "sync_s", "eval_s", "wall_s"), 0.0
         )
         self._since = time.perf_counter()
         self._last: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+        self._latest = CauseTable()
         self._board: Any = None
 
-    def open(self, folder: Path, config: Config, step: int) -> None:
-        """Begin (or go on at `step`)."""
+    def open(self, folder: Path, config: Config, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Begin, or go on after these rows of metrics: TensorBoard's events are made anew of them, so none is of a rollout that was lost."""
         if config.run.tensorboard:
             from tensorboard.summary import Writer
 
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
             self._board = Writer(str(folder / "tensorboard"))
+            for row in rows:
+                self._events(row["step"], {k: v for k, v in row.items() if k != "step"})
 
-    def count(self, groups: Sequence[Group], table: CauseTable) -> int:
-        """Add the episodes and causes of a rollout or an evaluation; returns its exactness violations."""
+    def count(self, groups: Sequence[Group], table: CauseTable, violations: int) -> None:
+        """Add the episodes, the causes and the exactness violations of a rollout or an evaluation."""
+        self._latest = table
         self.table.merge(table)
         self.totals["episodes"] += sum(len(g.trajectories) for g in groups)
-        self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
-        violations = exactness_violations(t for g in groups for t in g.trajectories)
         self.totals["exactness_violations"] += violations
-        return violations
+        self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
 
     def step(self, step: int, row: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Add a finished rollout's numbers."""
         if "reward" in row:
             self.rewards.append((step, row["reward"]))
+        self.totals["rollouts"] += 1
+        self.totals["steps"] += row.get("train/steps", 0)
         for name, value in seconds.items():
             self.totals[name] += value
         self._last = (row, seconds)
@@ -64,7 +75,7 @@ class Report:
         self._events(step, row)
 
     def line(self, step: int) -> str:
-        """One line for the rollout just finished."""
+        """One line for the rollout just finished, and the table of causes below it if it says more than that episodes terminated."""
         row, seconds = self._last
         parts = [
             f"rollout {step + 1:>4}",
@@ -83,13 +94,17 @@ class Report:
         parts += [f"{name[:-2]} {value:.1f} s" for name, value in seconds.items()]
         if row["failures"]:
             parts.append(f"FAILURES {row['failures']:.0f}")
-        return "  ".join(parts)
+        return self._with_causes("  ".join(parts))
 
     def eval_line(self, step: int, name: str, seconds: float) -> str:
-        """One line for the evaluation just finished."""
+        """The same for the evaluation just finished."""
         _, row = self.evals[name][-1]
-        shown = "  ".join(f"{k} {v:.3f}" for k, v in row.items() if k != "episodes")
-        return f"eval {name} after {step} rollouts: {shown}  ({row.get('episodes', 0):.0f} episodes, {seconds:.1f} s)"
+        shown = "  ".join(f"{k} {v:.3f}" for k, v in row.items() if k not in SIZES)
+        size = f"{row.get('questions', 0):.0f} questions, {row.get('episodes', 0):.0f} episodes"
+        return self._with_causes(f"eval {name} after {step} rollouts: {shown}  ({size}, {seconds:.1f} s)")
+
+    def _with_causes(self, line: str) -> str:
+        return line if self._latest.unremarkable else f"{line}\n{textwrap.indent(str(self._latest), '    ')}"
 
     def progress(self, total: int, what: str) -> Any:
         """A bar over a rollout's episodes, on terminals only."""
@@ -101,14 +116,13 @@ class Report:
             "env": config.env.env,
             "model": config.model.hf_checkpoint,
             "seed": config.run.seed,
-            "steps": len(self.rewards),
         }
         for name, rows in self.evals.items():
             prefix = "eval" if name == "test" or len(self.evals) == 1 else f"eval_{name}"
             for key in rows[0][1]:
-                if key != "episodes":
+                if key not in SIZES:
                     out[f"{prefix}_{key}_first"], out[f"{prefix}_{key}_last"] = rows[0][1][key], rows[-1][1].get(key)
-            out[f"{prefix}_questions"] = rows[0][1].get("episodes")
+            out |= {f"{prefix}_{key}": int(rows[-1][1].get(key, 0)) for key in SIZES}
         if self.rewards:
             n = max(1, min(5, len(self.rewards) // 2))
             means = [r for _, r in self.rewards]
@@ -117,13 +131,14 @@ class Report:
                 "train_reward_last": sum(means[-n:]) / n,
                 "train_reward_window": n,
             }
-        whole = {"episodes", "turns", "exactness_violations"}
         totals = {**self.totals, "wall_s": self._wall()}
-        out |= {k: int(v) if k in whole else round(v, 2) for k, v in totals.items()}
+        out |= {k: int(v) if k in COUNTS else round(v, 2) for k, v in totals.items()}
         return out | {
             "stop_reasons": self.table.by_reason(),
             "failures": self.table.failures,
             "retried": self.table.retried,
+            "dropped_groups": self.table.dropped_groups,
+            "causes": [dict(zip(("stop_reason", "cause", "count"), r, strict=True)) for r in self.table.rows()],
         }
 
     def finish(self, folder: Path, config: Config) -> None:
@@ -157,7 +172,7 @@ class Report:
         return {
             "rewards": self.rewards,
             "evals": self.evals,
-            "causes": [[*key, n] for key, n in self.table.counts.items()],
+            "causes": self.table.rows(),
             "retried": self.table.retried,
             "dropped_groups": self.table.dropped_groups,
             "totals": {**self.totals, "wall_s": self._wall()},
@@ -171,7 +186,7 @@ class Report:
         for reason, cause, n in state["causes"]:
             self.table.counts[reason, cause] = n
         self.table.retried, self.table.dropped_groups = state["retried"], state["dropped_groups"]
-        self.totals = dict(state["totals"])
+        self.totals |= state["totals"]
 
     def _wall(self) -> float:
         return self.totals["wall_s"] + time.perf_counter() - self._since

@@ -68,11 +68,22 @@ class CauseTable:
                 out[reason] += n
         return dict(out)
 
+    @property
+    def unremarkable(self) -> bool:
+        """Every attempt terminated, and there is nothing else to tell."""
+        return not (self.retried or self.dropped_groups) and {r for r, _ in self.counts} <= {
+            StopReason.TERMINATED.value
+        }
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(stop reason, cause, count), the most frequent first."""
+        return [(*key, n) for key, n in sorted(self.counts.items(), key=lambda kv: (-kv[1], kv[0]))]
+
     def __str__(self) -> str:
-        rows = sorted(self.counts.items(), key=lambda kv: (-kv[1], kv[0]))
-        width = max([len(r) for (r, _), _ in rows] + [11])
+        rows = self.rows()
+        width = max([len(reason) for reason, _, _ in rows] + [11])
         lines = [f"{'stop reason':<{width}}  {'count':>7}  cause"]
-        lines += [f"{reason:<{width}}  {n:>7}  {cause}" for (reason, cause), n in rows]
+        lines += [f"{reason:<{width}}  {n:>7}  {cause}" for reason, cause, n in rows]
         return "\n".join([*lines, f"{self.retried} retried, {self.dropped_groups} groups dropped"])
 
 

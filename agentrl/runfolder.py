@@ -18,7 +18,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,15 @@ class RunFolder:
                 f"the run folder {path} exists already; choose another with --run, or go on with it: agentrl train --resume {path}"
             )
         path.mkdir(parents=True)
-        (path / "config.toml").write_text(f"# agentrl {version}\n{config.to_toml()}", encoding="utf-8")
+        _write_config(path, config, version)
         return cls(path, config)
 
     @classmethod
-    def reopen(cls, path: Path, config: Config) -> tuple[RunFolder, Path | None, dict[str, Any]]:
-        """Go on with a run: (folder, last checkpoint, its state). Everything after that checkpoint is cut off."""
+    def reopen(cls, path: Path, config: Config, version: str) -> tuple[RunFolder, Path | None, dict[str, Any]]:
+        """Go on with a run: (folder, last checkpoint, its state). Everything after that checkpoint is cut off.
+
+        `config.toml` tells from here on what the run goes on with: the settings as they are now, and this version of the code.
+        """
         found = checkpoints(path)
         last = found[-1] if found else None
         state: dict[str, Any] = orjson.loads((last / "state.json").read_bytes()) if last else {}
@@ -92,6 +95,7 @@ class RunFolder:
             if file.exists():
                 os.truncate(file, state.get(f"{name}_bytes", 0))
         truncate(path / "episodes", *state.get("episodes_position", (0, 0)))
+        _write_config(path, config, version)
         return cls(path, config), last, state
 
     def save(self, step: int, state: Mapping[str, Any], save_trainer: Any) -> Path:
@@ -114,11 +118,28 @@ class RunFolder:
                 shutil.rmtree(old)
         return final
 
+    def export(self, write: Callable[[Path], Any]) -> None:
+        """Have `write` make a new folder of weights and put it in the place of `hf/`, where an earlier end of this run may have left one."""
+        final, new, old = (self.path / name for name in ("hf", ".hf-new", ".hf-old"))
+        shutil.rmtree(new, ignore_errors=True)
+        write(new)
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        new.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+
     def close(self) -> None:
         """Close all files."""
         self.metrics.close()
         self.timings.close()
         self.episodes.close()
+
+
+def _write_config(path: Path, config: Config, version: str) -> None:
+    new = path / ".config.toml"
+    new.write_text(f"# agentrl {version}\n{config.to_toml()}", encoding="utf-8")
+    new.replace(path / "config.toml")
 
 
 def settings_fingerprint(config: Config) -> str:

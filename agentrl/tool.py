@@ -115,20 +115,32 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
     return mark(fn) if fn is not None else mark
 
 
-def is_tool(obj: object) -> bool:
-    """Was it marked by `@tool`?"""
-    return hasattr(obj, _MARK)
-
-
 def tools_of(obj: object) -> list[ToolSpec]:
     """The `@tool` methods of an object, in the order they are written (base classes first).
 
     A method that overrides one stays a tool without being marked again; set to None, it is a tool no more.
     """
+    return [_spec(fn, *mark) for n, mark in _marks(type(obj)).items() if (fn := getattr(obj, n)) is not None]
+
+
+def tool_names(cls: type) -> list[str]:
+    """What the policy calls the tools that a class declares: those in `tools`, then its `@tool` methods."""
+    listed = [_name_of(obj) for obj in getattr(cls, "tools", ())]
+    return listed + [name for n, (name, _) in _marks(cls).items() if getattr(cls, n) is not None]
+
+
+def _marks(cls: type) -> dict[str, tuple[str, ToolLimits]]:
     marks: dict[str, tuple[str, ToolLimits]] = {}
-    for cls in reversed(type(obj).__mro__):
-        marks.update((n, getattr(f, _MARK)) for n, f in vars(cls).items() if hasattr(f, _MARK))
-    return [_spec(fn, *mark) for n, mark in marks.items() if (fn := getattr(obj, n)) is not None]
+    for base in reversed(cls.__mro__):
+        marks.update((n, getattr(f, _MARK)) for n, f in vars(base).items() if hasattr(f, _MARK))
+    return marks
+
+
+def _name_of(obj: Any) -> str:
+    if isinstance(obj, Tool) or (inspect.isclass(obj) and issubclass(obj, Tool)):
+        cls = obj if inspect.isclass(obj) else type(obj)
+        return str(cls.name or _snake(cls.__name__))
+    return str(getattr(obj, _MARK, (getattr(obj, "__name__", ""),))[0])
 
 
 def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
@@ -140,9 +152,8 @@ def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
     if isinstance(obj, Tool):
         if not callable(getattr(obj, "call", None)):
             raise ContractError(f"tool {type(obj).__name__} has no method `call`")
-        return _spec(obj.call, type(obj).name or _snake(type(obj).__name__), obj.limits)
-    name, limits = getattr(obj, _MARK, (getattr(obj, "__name__", ""), ToolLimits()))
-    return _spec(obj, name, limits)
+        return _spec(obj.call, _name_of(obj), obj.limits)
+    return _spec(obj, _name_of(obj), getattr(obj, _MARK, (None, ToolLimits()))[1])
 
 
 def _spec(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:

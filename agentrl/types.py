@@ -205,7 +205,7 @@ class Observation:
             return value
         if isinstance(value, str):
             return cls(({"role": "user", "content": value},))
-        items = [value] if isinstance(value, Mapping) else value
+        items = [value] if isinstance(value, (dict, Mapping)) else value
         if isinstance(items, (list, tuple)) and all(map(_is_message, items)):
             return cls(tuple(dict(m) for m in items))
         raise ContractError(
@@ -367,7 +367,7 @@ class Group:
 
 def _is_message(value: Any) -> bool:
     """A role, and content that is text or parts; an assistant's tool calls may stand without content."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+    if not isinstance(value, (dict, Mapping)) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")
     return isinstance(content, (str, list, tuple)) or (content is None and bool(value.get("tool_calls")))

@@ -32,6 +32,14 @@ NEEDS = {
         "needs SGLang: make setup-sglang-cpu",
     ),
 }
+NO_SKIPS = bool(os.environ.get("AGENTRL_NO_SKIPS"))
+"""set by .ci/run: a skipped test fails, unless its reason is one of these"""
+MAY_SKIP = {
+    "needs a CUDA GPU": "no machine that runs .ci/run needs one",
+    "needs two GPUs": "likewise",
+    "scripted servers have no cache": "a contract test that has no meaning for one of its engines",
+    "the model's answer has no plain text": "what a real model answers is not ours to choose",
+}
 LATE = ("slow", "gpu", "sglang", "full")
 
 
@@ -41,6 +49,26 @@ def pytest_collection_modifyitems(items):
             if not there and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: max((i for i, m in enumerate(LATE, 1) if item.get_closest_marker(m)), default=0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return no_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return no_skip((yield))
+
+
+def no_skip(report):
+    """Where nothing may be skipped silently, a skip without a reason we know is a failure."""
+    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in MAY_SKIP:
+            report.outcome = "failed"
+            report.longrepr = f"skipped, which AGENTRL_NO_SKIPS forbids: {reason}"
+    return report
 
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -2,7 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
+from doubles import FakeEngine
+from safetensors.numpy import save_file
 
 from agentrl.cli import main
 from agentrl.config import FIELDS
@@ -12,6 +15,17 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QWEN3 = {
+    "model_type": "qwen3",
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+}
 SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
 --hf-checkpoint --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
 --num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout
@@ -33,7 +47,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(here):
-    """A folder with a tokenizer and a config, enough for everything that is checked before the weights are read."""
+    """A folder with a tokenizer, a config and a file of weights, enough for everything that is checked before the weights are read."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     folder = here / "model"
@@ -43,7 +57,8 @@ def model(here):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 512}))
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 
@@ -90,6 +105,15 @@ def test_unknown_flag_suggests(here, capsys):
     )
 
 
+def test_a_flag_without_its_value(here, capsys):
+    assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
+
+
+def test_unknown_command_suggests(capsys):
+    err = refused(capsys, "trian", "--env", "search_r1")
+    assert err == "agentrl: unknown command 'trian'; did you mean 'train'?\n"
+
+
 def test_unknown_env_suggests(here, capsys):
     assert "unknown env 'search_r2'; did you mean 'search_r1'" in refused(capsys, "train", "--env", "search_r2")
 
@@ -113,6 +137,14 @@ def test_value_of_the_wrong_type_names_the_flag(here, capsys):
     assert "'many'" in err
 
 
+def test_the_scripted_engine_is_no_flag(here, capsys):
+    """It follows a function of Python's, which no flag can name; it is for tests and `agentrl check`."""
+    assert "--engine: input should be 'local' or 'sglang', found 'scripted'" in refused(
+        capsys, "rollout", "--engine", "scripted"
+    )
+    assert not (here / "runs").exists()
+
+
 def test_model_without_chat_template(here, model, capsys):
     (model / "tokenizer_config.json").write_text("{}")
     assert "no chat template" in refused(capsys, "train", "--model", str(model))
@@ -122,14 +154,76 @@ def test_no_such_model(here, capsys):
     assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
 
 
-def test_run_folder_exists(here, model, capsys):
+@pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval"], ["sft", "talk.jsonl"]], ids=lambda w: w[0])
+def test_run_folder_exists(here, model, capsys, words):
     run = here / "run"
     run.mkdir()
     (run / "precious").write_text("kept")
-    err = refused(capsys, "train", "--model", str(model), "--run", str(run))
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    err = refused(capsys, *words, "--model", str(model), "--run", str(run))
     assert "exists already" in err
     assert "--resume" in err
     assert [p.name for p in run.iterdir()] == ["precious"]
+
+
+# -- what the trainer cannot do is said before there is a run folder ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--tensor-model-parallel-size 3", "3 does not divide the model's 2 key-value heads"),
+        ("--pipeline-model-parallel-size 2 --num-layers 3", "num_layers = 3 contradicts the model"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", "3 ranks are not a multiple"),
+        ("--tensor-model-parallel-size 0", "must be at least 1, found 0"),
+        ("--eps-clip-c 1", "--eps-clip-c must be above 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "sft talk.jsonl"])
+def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words, says):
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
+    assert says in refused(capsys, *command.split(), "--model", str(model), *words.split())
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("wieght_decay = 0.1", "megatron-core has no setting 'wieght_decay'; did you mean 'weight_decay'"),
+        ('weight_decay = "much"', "weight_decay takes a value of type float; found 'much'"),
+        ("tensor_model_parallel_size = true", "takes a value of type int; found True"),
+        ("bf16 = true", "bf16 cannot be set; what decides it: the trainer's dtype"),
+    ],
+)
+def test_mistakes_in_megatrons_table(here, model, capsys, line, says):
+    (here / "c.toml").write_text(f"[megatron]\n{line}\n")
+    assert says in refused(capsys, "train", "--config", "c.toml", "--model", str(model))
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+def test_a_model_without_weights(here, model, capsys, command):
+    (model / "model.safetensors").unlink()
+    assert "holds no *.safetensors files" in refused(capsys, command, "--model", str(model))
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert "has no file one.safetensors" in refused(capsys, command, "--model", str(model))
+    assert not (here / "runs").exists()
+
+
+def test_a_config_that_does_not_say_the_shape(here, model, capsys):
+    (model / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != "rms_norm_eps"}))
+    assert "does not say rms_norm_eps" in refused(capsys, "train", "--model", str(model))
+
+
+def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.assemble.gpus", lambda: [(80_000, 80_000)])
+    words = ["--model", str(model), "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node"]
+    for ranks in ("2", "none"):
+        assert "needs 2 GPUs, one for each rank; this machine has 1" in refused(capsys, "train", *words, ranks)
+    assert not (here / "runs").exists()
 
 
 def test_unknown_key_in_toml_says_where_it_belongs(here, capsys):
@@ -142,11 +236,13 @@ def test_top_p_is_refused_unless_opted_in(here, capsys):
 
 
 def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
-    assert main(["train", "--resume", "nowhere"]) != 0
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is no run folder" in refused(capsys, "train", "--resume", "nowhere")
     (here / "run").mkdir()
     (here / "run" / "config.toml").write_text("")
     assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
+    (here / "c.toml").write_text("")
+    assert "leave out --config" in refused(capsys, "train", "--resume", "run", "--config", "c.toml")
+    assert "leave out --train-only" in refused(capsys, "train", "--resume", "run", "--train-only", "run")
 
 
 @pytest.mark.parametrize("flag", SLIME_FLAGS)
@@ -164,7 +260,7 @@ def test_every_flag_of_slime_is_taken_or_refused_by_name(flag, here, capsys):
     assert name in megatron_flags()
 
 
-def test_env_whose_step_returns_the_wrong_type(here, model, capsys):
+def test_env_whose_step_returns_the_wrong_type(here, model, capsys, monkeypatch):
     (here / "bad.py").write_text(
         "from agentrl import Env, Task\n"
         "class Bad(Env):\n"
@@ -176,3 +272,100 @@ def test_env_whose_step_returns_the_wrong_type(here, model, capsys):
     out = capsys.readouterr().out
     assert "step" in out
     assert "StepResult" in out
+    monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, ["x"]))
+    err = refused(capsys, "rollout", "--env", "bad.py", "--model", str(model), "--rollout-batch-size", "1")
+    assert "step" in err
+    assert "StepResult" in err
+    assert "'done'" in err
+
+
+ENV = """
+from agentrl import Env, Task, Tool, ToolEnv, tool
+
+class Clock(Tool):
+    def call(self, zone: str) -> str:
+        return "noon"
+
+class Ask(ToolEnv):
+    tools = [Clock]
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task("0", PROMPT, 1)]
+
+    @tool
+    def look_up(self, query: str) -> str:
+        return "x"
+"""
+NO_SYSTEM = (
+    "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}" + TEMPLATE
+)
+DEAF = TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
+SHOWN = "{{ tools | tojson if tools }}" + TEMPLATE
+
+
+class TestTheTemplateIsAskedFirst:
+    """Before an engine starts: what an environment needs of the chat template."""
+
+    @pytest.fixture
+    def run(self, here, model, capsys):
+        def run(template, more="", prompt="'hello'", env="env.py:Ask"):
+            (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+            (here / "env.py").write_text(ENV.replace("PROMPT", prompt) + more)
+            code = main(["eval", "--model", str(model), "--env", env, "--engine", "local"])
+            err = capsys.readouterr().err
+            assert (here / "runs").exists() is (code == 1)  # it goes on to the weights, of which the folder has few
+            return err
+
+        return run
+
+    def test_tools_that_it_leaves_out(self, run):
+        err = run(TEMPLATE)
+        assert (
+            "its chat template leaves tools out, so the policy would never hear of clock, look_up of environment Ask"
+            in err
+        )
+        assert "leaves tools out" in run(TEMPLATE, "    system_prompt = 'Call clock(zone).'\n")
+
+    @pytest.mark.parametrize(("template", "more"), [
+        (SHOWN, ""), (TEMPLATE, "    shows_tools = True\n"), (TEMPLATE, "    action_format = 'search_r1'\n"),
+        (TEMPLATE, "    system_prompt = 'Call clock(zone) or look_up(query).'\n"), (TEMPLATE, "    tools = []\n    look_up = None\n"),
+    ])  # fmt: skip
+    def test_tools_that_it_shows_or_need_not(self, run, template, more):
+        err = run(template, more)
+        assert "leaves tools out" not in err
+        assert "tensors are missing" in err
+
+    @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
+    @pytest.mark.parametrize(("template", "said"), [
+        (NO_SYSTEM, "refuses a conversation of roles (system, user): no system role"), (DEAF, "leaves messages of role 'system' out"),
+    ])  # fmt: skip
+    def test_a_system_prompt_that_it_does_not_take(self, run, template, said, more):
+        assert said in run(template, f"{more}    shows_tools = True\n    system_prompt = 'Be brief.'\n")
+
+    @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
+    def test_a_role_of_a_task_that_it_does_not_know(self, run, more):
+        template = TEMPLATE.replace("in messages %}", "in messages if m.role in ('user', 'assistant', 'tool') %}")
+        prompt = "({'role': 'developer', 'content': 'be brief'}, {'role': 'user', 'content': 'hello'})"
+        err = run(template, f"{more}    shows_tools = True\n", prompt)
+        assert "task 0: " in err
+        assert "leaves messages of role 'developer' out" in err
+
+
+def test_tokens_says_what_is_known_of_a_template(model, capsys):
+    assert main(["tokens", "--model", str(model), "--width", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "tools          LEFT OUT by the template" in out
+    assert "a tool's result: proven over 18 histories, spliced: <|im_end|> \\n<|im_start|>tool\\n[…]" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("SAMPLED")] == [["SAMPLED", "1"]] * 2
+    assert main(["tokens", "--model", str(model), "--action-format", "search_r1"]) == 0
+    assert "tools          left to the environment's prompt by the action format search_r1" in capsys.readouterr().out
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": SHOWN}))
+    assert main(["tokens", "--model", str(model)]) == 0
+    assert "tools          the template puts their schemas into the prompt" in capsys.readouterr().out
+
+
+def test_tokens_of_a_model_that_cannot_be_rendered(model, capsys):
+    (model / "tokenizer_config.json").write_text("{}")
+    assert "has no chat template" in refused(capsys, "tokens", "--model", str(model))
+    assert "unknown flag --histry" in refused(capsys, "tokens", "--model", str(model), "--histry")

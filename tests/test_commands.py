@@ -25,6 +25,7 @@ def ready(lookup_run, tmp_path, tags, monkeypatch):
     says = lambda r: script(dataclasses.replace(r, turn=1 + r.turn))  # noqa: E731
     monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(tags, says))
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", lambda self, path, *, reference: NoteTrainer())
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [task])
     task = groups_of(1, 1)[0][0].task
     new = tmp_path / "new"

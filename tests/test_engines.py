@@ -170,6 +170,15 @@ def manifest_of(folder: Path) -> WeightsManifest:
     return WeightsManifest(folder, fingerprint(folder))
 
 
+async def test_loading_a_model_writes_nothing_to_stderr(models, capfd):
+    from transformers.utils import logging
+
+    engine = await local(models["qwen3"])
+    await engine.close()
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled(), "for the user's own code it is as it was"
+
+
 _loaded: dict[Path, object] = {}
 
 

@@ -1,6 +1,7 @@
 """Many episodes: retries, groups by id, group rewards, the table of causes, and the seed law at any concurrency."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -276,6 +277,21 @@ def test_the_table_counts_reasons_causes_and_opened_segments():
     lines = str(table).splitlines()
     assert lines[1].split() == ["tool_failure", "2", "tool", "search:", "InfraError"]
     assert lines[-1] == "2 retried, 1 groups dropped"
+
+
+@pytest.mark.parametrize(
+    ("table", "plain"),
+    [
+        (CauseTable(), True),
+        (CauseTable(Counter({("terminated", ""): 3})), True),
+        (CauseTable(Counter({("terminated", ""): 3, ("max_turns", ""): 1})), False),
+        (CauseTable(Counter({("terminated", ""): 3, ("(segment opened)", "no proof"): 1})), False),
+        (CauseTable(Counter({("terminated", ""): 3}), retried=1), False),
+        (CauseTable(Counter({("terminated", ""): 3}), dropped_groups=1), False),
+    ],
+)
+def test_a_table_is_unremarkable_only_if_all_terminated(table, plain):
+    assert table.unremarkable is plain
 
 
 def test_recounting_moves_an_attempt():

@@ -36,6 +36,7 @@ def run(tmp_path, tokenizer_dir, monkeypatch):
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     trainer = Taught()
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", lambda self, path, *, reference: trainer)
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     words = ["sft", data, data, "--run", tmp_path / "run", "--hf-checkpoint", tokenizer_dir, "--sft-batch-size", "4"]
     assert main([*map(str, words), "--action-format", "hermes", "--sft-epochs", "2"]) == 0
     return tmp_path / "run", trainer

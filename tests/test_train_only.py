@@ -52,6 +52,7 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
 
     trainer = NoteTrainer()
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", lambda self, path, *, reference: trainer)
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, []))
     monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [groups_of(1, 1)[0][0].task])
     words = [
@@ -84,6 +85,16 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
                 for n in ("tokens", "weights", "advantages", "rollout_log_probs", "temperature")
             )
     assert any(s.provenance is SAMPLED for s in from_record(recording.record(recording.episodes[0])).segments[0].spans)
+
+
+def test_an_existing_run_folder_is_left_alone(run, tokenizer_dir, capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [groups_of(1, 1)[0][0].task])
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    words = ["train", "--train-only", run, "--run", run, "--hf-checkpoint", tokenizer_dir, "--eval-interval", "0"]
+    assert main(list(map(str, words))) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
 def test_a_folder_without_episodes_is_one_sentence(tmp_path, capsys):

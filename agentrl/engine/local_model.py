@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from agentrl.engine.base import WeightsManifest
 from agentrl.engine.local_attention import NAME, Line, block_attention
@@ -27,15 +29,31 @@ MAX_PIECE = 128
 """tokens after which a context is cut (see local_kv)"""
 
 
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Transformers shows none on stderr; what a person sees of a run is ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 class LocalModel:
     """A causal language model of transformers that runs lines of tokens. Not thread-safe: one thread owns it."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         AttentionInterface.register(NAME, block_attention)
         try:
-            self.model = (
-                AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME).to(device).eval()
-            )
+            with no_progress_bar():
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+                )
+            if wrong := sorted([*found["missing_keys"], *(k[0] for k in found["mismatched_keys"])]):
+                raise ValueError(f"{len(wrong)} tensors are missing or of another shape: {', '.join(wrong[:3])} …")
+            self.model = model.to(device).eval()
         except (OSError, ValueError, KeyError) as e:
             raise EngineFailure(
                 f"no causal language model could be loaded from {folder}: {e}", "model not loaded"

@@ -170,9 +170,8 @@ def read_generation(answer: Mapping[str, Any], unnamed_version: int, address: st
     spans = meta.get("weight_versions") or ()
     if len(spans) > 1:
         raise EngineAbort("the weights changed while the generation was in flight", "weight update")
-    pairs = meta.get("output_token_logprobs") or ()
-    ids = tuple([p[1] for p in pairs])  # C speed: these are the only loops over tokens on the way in
-    log_probs = tuple([p[0] for p in pairs])
+    triples = meta.get("output_token_logprobs") or ()
+    log_probs, ids = tuple(zip(*triples, strict=True))[:2] if triples else ((), ())  # all loops over tokens are in C
     said = answer.get("output_ids")
     if not _INTS.issuperset(map(type, ids)):
         raise EngineFailure(f"{address}/generate sent ids that are no integers", "engine: ids are no integers")
@@ -213,12 +212,12 @@ def join(parts: list[Generation]) -> Generation:
     Raises:
         EngineAbort: by weights of different versions.
     """
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
     if len({p.policy_version for p in parts}) > 1:
         raise EngineAbort("the weights changed while the generation was in flight", "weight update")
     ids = tuple(i for p in parts for i in p.ids)
     log_probs = tuple(x for p in parts for x in p.log_probs)
-    last = parts[-1]
-    if len(parts) == 1:
-        return last
     at_end = last.matched_stop if last.finish_reason is FinishReason.STOP else None
     return Generation(ids, log_probs, last.finish_reason, at_end, last.policy_version, parts[0].cached_tokens)

@@ -54,6 +54,10 @@ class ActionFormat(Protocol):
     def needs_tools(self) -> bool:
         """The chat template is given the tools' schemas."""
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Marks that stay tokens when the policy's turn is rendered anew, though the tokenizer may call them special."""
+
     def parser(self, max_calls: int) -> ActionParser:
         """A parser to be fed."""
 

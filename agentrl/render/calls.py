@@ -11,8 +11,10 @@ from agentrl.types import Action, ParseError
 Read = tuple[str, dict[str, Any], str | None] | ParseError
 """(name, arguments, id or None) of one call, or what is wrong with it"""
 SURROGATE = re.compile("[\ud800-\udfff]")
+DEEPEST = 200
+"""objects and lists in one another; orjson writes up to 254, with what stands around a call"""
 _DECODER = json.JSONDecoder(strict=False)
-_WRITER = json.JSONEncoder(ensure_ascii=False)
+_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def read_json(text: str) -> Any:
@@ -26,6 +28,15 @@ def read_json(text: str) -> Any:
     return value
 
 
+def _depth(value: Any) -> int:
+    """How many objects and lists stand in one another."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, (dict, list))]:
+        depth += 1
+        level = [v for outer in level for v in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
+
+
 def read_arguments(name: str, value: Any, text: str, call_id: str | None = None) -> Read:
     """Arguments (an object, or one written as a string) as a call of `name`."""
     if isinstance(value, str):
@@ -37,11 +48,12 @@ def read_arguments(name: str, value: Any, text: str, call_id: str | None = None)
             f"arguments of {name[:80]!r} must be an object, found {'none' if value is None else type(value).__name__}",
             text,
         )
+    if _depth(value) > DEEPEST:
+        return ParseError("content", "the call is nested too deeply", text)
     if not name.strip():
         return ParseError("content", "the call has no name", text)
-    if SURROGATE.search(name + (call_id or "")) or not _encodable(value):
-        return ParseError("content", "the call holds half of a surrogate pair, which is no character", text)
-    return name.strip(), value, call_id
+    flaw = _flaw([name, call_id, value])
+    return ParseError("content", flaw, text) if flaw else (name.strip(), value, call_id)
 
 
 def read_call(body: str) -> Read:
@@ -112,9 +124,14 @@ def _no_constant(name: str) -> Any:
 _READER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
 
-def _encodable(value: Any) -> bool:
+def _flaw(value: Any) -> str | None:
+    """Why a value cannot be written as JSON in UTF-8; None: it can."""
     try:
         _WRITER.encode(value).encode()
-    except (UnicodeEncodeError, RecursionError, ValueError):
-        return False
-    return True
+    except UnicodeEncodeError:
+        return "the call holds half of a surrogate pair, which is no character"
+    except RecursionError:
+        return "the call is nested too deeply"
+    except (ValueError, TypeError):
+        return "the call holds a value that JSON has not"
+    return None

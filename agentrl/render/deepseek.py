@@ -25,6 +25,7 @@ class DeepSeekFormat(BlockFormat):
     open: str = "<｜tool▁call▁begin｜>"
     close: str | None = "<｜tool▁call▁end｜>"
     wrappers: tuple[str, ...] = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    own: tuple[str, ...] = (*wrappers, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _SEP)
 
     def read(self, body: str) -> list[Read]:
         """One call per block."""

@@ -75,6 +75,21 @@ def check_tokens(
         )
 
 
+def header_tokens(
+    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any]
+) -> frozenset[str]:
+    """The added tokens that say who speaks: those around plain messages, less the tags of thinking."""
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    found: set[str] = set()
+    for first in ([], [{"role": "system", "content": "a"}]):
+        try:
+            text = template.render(family.adapt([*first, user, assistant, user]), tools=None, generate=True, **args)
+        except TemplateError:  # it takes no system message
+            continue
+        found.update(m.group() for m in tokenizer.pattern.finditer(text))
+    return frozenset(found - {"<think>", "</think>"})
+
+
 def takes_parts(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> bool:
     """Does the template show content that comes as a list of parts?"""
     try:

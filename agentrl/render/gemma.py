@@ -7,6 +7,7 @@ one side in a row are joined.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,21 +55,39 @@ def _python_calls(text: str, body: str) -> list[Read]:
 
 
 def _python_call(node: ast.expr, body: str) -> Read:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Name, ast.Attribute)) or node.args:
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, (ast.Name, ast.Attribute))
+        or node.args
+        or any(k.arg is None for k in node.keywords)
+    ):
         return ParseError("structure", "expected a call with keyword arguments", body)
     try:
-        arguments: dict[str, Any] = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords if k.arg is not None}
+        arguments: dict[str, Any] = {str(k.arg): _as_json(ast.literal_eval(k.value)) for k in node.keywords}
         name = ast.unparse(node.func)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return ParseError("content", "an argument is not a literal", body)
     return read_arguments(name, arguments, body)
 
 
+def _as_json(value: Any) -> Any:
+    """The literal as JSON would have it: lists for tuples, text for numbers and constants that are keys. What JSON has not stays."""
+    if isinstance(value, (list, tuple)):
+        return [_as_json(v) for v in value]
+    if isinstance(value, dict):
+        return {_key(k): _as_json(v) for k, v in value.items()}
+    return value
+
+
+def _key(key: Any) -> Any:
+    return json.dumps(key) if key is None or isinstance(key, (bool, int, float)) else key
+
+
 def alternating(messages: Sequence[Message]) -> list[Message]:
-    """Tools' messages as the user's, and neighbours of one role joined."""
+    """Tools' messages as the user's, system messages after the first too, and neighbours of one role joined."""
     out: list[Message] = []
-    for m in messages:
-        role = "user" if m["role"] == "tool" else m["role"]
+    for i, m in enumerate(messages):
+        role = "user" if m["role"] == "tool" or (m["role"] == "system" and i > 0) else m["role"]
         content = m.get("content") or ""
         previous = out[-1] if out else None
         if (

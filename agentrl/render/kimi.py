@@ -25,6 +25,7 @@ class KimiFormat(BlockFormat):
     open: str = "<|tool_call_begin|>"
     close: str | None = "<|tool_call_end|>"
     wrappers: tuple[str, ...] = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    own: tuple[str, ...] = (*wrappers, "<|tool_call_begin|>", "<|tool_call_end|>", _ARGUMENTS)
 
     def read(self, body: str) -> list[Read]:
         """One call per block."""

@@ -18,6 +18,7 @@ class LlamaFormat(BlockFormat):
 
     name: str = "llama3"
     open: str = "<|python_tag|>"
+    own: tuple[str, ...] = ("<|python_tag|>",)
 
     def read(self, body: str) -> list[Read]:
         """Objects separated by semicolons."""

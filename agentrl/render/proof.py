@@ -23,7 +23,7 @@ from agentrl.types import Message
 PLACEHOLDER = "Placeholder7d1f"
 REASONING = "Reasoning3c9a"
 EARLIER = "Earlier8d2e"
-DUMMY_TOOL = {
+DUMMY_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
@@ -164,7 +164,8 @@ class Prover:
         plain = _filled(messages, stand_ins_of(messages), None)
         think = _thinking_as_data if self._thinking_as_data else _thinking_in_content
         earlier = [think(m, EARLIER) if m["role"] == "assistant" else m for m in history]
-        for before in assistants(plain):
+        said: list[Message] = [] if self._thinking_as_data else [{"role": "assistant", "content": PLACEHOLDER}]
+        for before in (*said, *assistants(plain)):  # calls are in the content, unless the family has them as data
             try:
                 asked = self._render(earlier, tools, generate=True)
                 after = self._render([*earlier, think(before, REASONING), *plain], tools, generate=True)

@@ -1,4 +1,4 @@
-"""A proven pattern, compiled: the scaffold's ids are kept, and only the sections that hold content are encoded, each turn anew."""
+"""A proven pattern, compiled: the scaffold's ids are kept, and only the sections that hold content are encoded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from agentrl.render.base import Pieces
 from agentrl.render.symbolic import Part, Pattern
 from agentrl.render.tokenizer import Tokenizer, whole_text
 from agentrl.types import Provenance
+
+_KEPT_CHARACTERS = 1 << 20
+"""of contents whose ids are remembered, for each scaffold"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,31 @@ class Scaffold:
         self.pattern = pattern
         self._tokenizer = tokenizer
         self._steps = _compile(pattern.parts, tokenizer)
+        self._kept: dict[tuple[str, ...], Pieces] = {}
+        """of contents seen before: episodes of a group ask the same questions and find the same passages"""
+        self._room = _KEPT_CHARACTERS
 
     def pieces(self, contents: Sequence[str]) -> Pieces | None:
         """The ids for these contents, by provenance; None if the template would take another path for them."""
-        contents = [whole_text(c) for c in contents]
+        key = tuple(contents)
+        known = self._kept.get(key)
+        if known is None:
+            known = self._pieces([whole_text(c) for c in contents])
+            if known is not None:
+                self._keep(key, known)
+        return known
+
+    def _keep(self, key: tuple[str, ...], pieces: Pieces) -> None:
+        """Remember them; forget all when there are too many."""
+        size = sum(map(len, key)) + 1
+        if size > self._room:
+            self._kept.clear()
+            self._room = _KEPT_CHARACTERS
+        if size <= self._room:
+            self._kept[key] = pieces
+            self._room -= size
+
+    def _pieces(self, contents: Sequence[str]) -> Pieces | None:
         if self.pattern.conditions and not self.pattern.holds(contents):
             return None
         pieces: list[tuple[Provenance, Sequence[int]]] = []

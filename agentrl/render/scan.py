@@ -32,6 +32,8 @@ class BlockFormat:
     needs_tools: bool = True
     wrappers: tuple[str, ...] = ()
     """markers around blocks that mean nothing by themselves"""
+    own: tuple[str, ...] = ()
+    """markers that stay tokens when a turn is rendered anew"""
 
     def read(self, body: str) -> list[Read]:
         """The calls in one block."""

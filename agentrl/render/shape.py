@@ -30,7 +30,7 @@ def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, 
             return _TEXT
         if is_image(value):
             return _IMAGE
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             return tuple((k, walk(v, k)) for k, v in value.items())
         if isinstance(value, (list, tuple)):
             return (_LIST, *(walk(v, key) for v in value))
@@ -51,7 +51,7 @@ def with_texts(messages: Sequence[Message], make: Callable[[int, str], str]) -> 
             return value if key in _STRUCTURE else make(next(count), value)
         if is_image(value):
             return value
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             return {k: walk(v, k) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [walk(v, key) for v in value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.images import is_image
@@ -15,14 +15,18 @@ _STRUCTURE = ("role", "type")
 class Shield:
     """Shields every text of a conversation: contents, names, ids, tools' schemas.
 
-    In the assistant's own messages only special tokens are shielded: tags that are added tokens but not special (`<think>`,
-    `<tool_call>`) stay what they were when they were sampled; but text that merely looks like `<|im_end|>` cannot become one.
+    In the assistant's own messages only headers and special tokens are shielded: the marks of its action format, and tags that are
+    added tokens but not special (`<think>`, `<tool_call>`), stay what they were when they were sampled; but text that merely looks like
+    `<|im_end|>` cannot become one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, raw: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, raw: bool, *, own: Iterable[str] = (), headers: frozenset[str] = frozenset()
+    ) -> None:
+        """`own`: the marks of the action format; `headers`: tokens that say who speaks."""
         self.raw = raw
         self._tokenizer = tokenizer
-        self._own = frozenset(tokenizer.added) - tokenizer.controls
+        self._own = (frozenset(tokenizer.added) - tokenizer.controls - headers) | set(own)
 
     def texts(self, contents: Sequence[str]) -> tuple[list[str], int]:
         """Shield plain texts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import DataError
-from agentrl.render.base import HistoryPolicy
+from agentrl.render.base import HistoryPolicy, Pieces
 from agentrl.render.families import make_renderer
 from agentrl.render.images import images_of_model
 from agentrl.render.proof import Proof
@@ -91,9 +91,18 @@ def _about(renderer: Renderer) -> Iterator[str]:
     yield f"turn ends      {' '.join(renderer.ends)}"
     yield f"engine stops   {' '.join(stops)}"
     yield f"prefilled      {renderer.prefill!r}" if renderer.prefill else "prefilled      nothing"
+    yield f"tools          {_tools(renderer)}"
     yield f"history        {renderer.history_policy}"
     yield f"added tokens   {len(tokenizer.added)}, {len(tokenizer.controls)} of them special; inside content all are plain text"
     yield f"encoder        {'words from a cache, cut as the tokenizer cuts them' if tokenizer.is_fast else 'the tokenizer itself'}"
+
+
+def _tools(renderer: Renderer) -> str:
+    if not renderer.format.needs_tools:
+        return f"left to the environment's prompt by the action format {renderer.format.name}"
+    if renderer.shows_tools:
+        return "the template puts their schemas into the prompt"
+    return "LEFT OUT by the template: the environment's own prompt must describe them"
 
 
 def _proofs(renderer: Renderer) -> Iterator[str]:
@@ -123,41 +132,37 @@ def _spans(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any]
     """The conversation as a rollout would build it, the assistant's messages being what was sampled."""
     yield "provenance   mask  tokens  text"
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-    yield from _lines(renderer, renderer.prompt(messages[:first], tools), width)
-    said: tuple[int, ...] = ()
-    before: list[Message] = []
     history = list(messages[:first])
-    for message in messages[first:]:
-        if message["role"] != "assistant":
-            before.append(message)
+    pieces = renderer.prompt(history, tools)
+    said: tuple[int, ...] = ()
+    turn: list[Message] = []
+    """the assistant's message, and those after it"""
+    for message in (*messages[first:], None):
+        if message is not None and message["role"] != "assistant":
+            turn.append(message)
             continue
-        if said:
-            yield from _delta(renderer, before, said, history, tools, width)
-            history += [_as_sampled(renderer, said), *before]
-        said, before = renderer.said(message), []
-        yield from _lines(renderer, [(Provenance.SAMPLED, said)], width)
-    if said and before:
-        yield from _delta(renderer, before, said, history, tools, width)
+        if turn[1:]:
+            reason, pieces = _follow(renderer, history, turn, said, tools)
+            if reason is not None:
+                yield f"------------ a new segment: {reason}"
+        elif turn:
+            pieces = ()
+        yield from _lines(renderer, pieces, width)
+        if message is not None:
+            context = [i for _, ids in pieces for i in ids]
+            history, said = [*history, *turn], renderer.said(message)
+            turn = [renderer.message(renderer.parse(said, FinishReason.STOP, 64, context=context))]
+            yield from _lines(renderer, [(Provenance.SAMPLED, said)], width)
 
 
-def _as_sampled(renderer: Renderer, said: tuple[int, ...]) -> Message:
-    return renderer.message(renderer.parse(said, FinishReason.STOP, 64))
-
-
-def _delta(
-    renderer: Renderer,
-    messages: Sequence[Message],
-    said: tuple[int, ...],
-    history: Sequence[Message],
-    tools: Sequence[Any],
-    width: int,
-) -> Iterator[str]:
-    delta = renderer.delta(messages, said, history=history, tools=tools)
+def _follow(
+    renderer: Renderer, history: Sequence[Message], turn: Sequence[Message], said: Sequence[int], tools: Sequence[Any]
+) -> tuple[str | None, Pieces]:
+    """What comes after the ids that were said: why a new segment, if one, and its pieces or the delta's."""
+    delta = renderer.delta(turn[1:], said, history=history, tools=tools)
     if delta.new_segment is None:
-        yield from _lines(renderer, delta.pieces, width)
-        return
-    yield f"------------ a new segment: {delta.new_segment}"
-    yield from _lines(renderer, renderer.prompt([*history, _as_sampled(renderer, said), *messages], tools), width)
+        return None, delta.pieces
+    return delta.new_segment, renderer.prompt([*history, *turn], tools)
 
 
 def _lines(renderer: Renderer, pieces: Sequence[tuple[Provenance, Sequence[int]]], width: int) -> Iterator[str]:

@@ -25,6 +25,7 @@ class TagFormat:
     answer_tag: str = "answer"
     inline: bool = True
     needs_tools: bool = False
+    own: tuple[str, ...] = ()
 
     @property
     def stop(self) -> tuple[str, ...]:

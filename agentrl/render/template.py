@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Literal
 
 import orjson
@@ -14,10 +15,10 @@ import orjson
 from agentrl.errors import TemplateError
 from agentrl.images import Image, Placed, image_parts, images_in
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
-from agentrl.render.facts import QUESTION, check_tokens, flattened, prefill_of, takes_parts, written_ends
+from agentrl.render.facts import QUESTION, check_tokens, flattened, header_tokens, prefill_of, takes_parts, written_ends
 from agentrl.render.images import Images
 from agentrl.render.jinja import ChatTemplate
-from agentrl.render.proof import KINDS, Proof, Prover, kind_of
+from agentrl.render.proof import DUMMY_TOOL, KINDS, Proof, Prover, kind_of
 from agentrl.render.scaffold import Scaffold, cut, merged
 from agentrl.render.shape import shape_of
 from agentrl.render.shield import Shield
@@ -26,6 +27,8 @@ from agentrl.types import Action, FinishReason, Message, Provenance
 
 GENERIC = Family("generic", (), "hermes")
 _CACHE = 4096
+_TAIL = 16
+"""ids that hold what a template prefills"""
 _PROMPTS = 256
 """first contexts that are kept: the members of a group begin with the same one"""
 
@@ -63,17 +66,19 @@ class Renderer:
         """why new segments opened, and how often"""
         self.images = images
         """knows images in messages as the model does; None: the model takes none; an error: why it cannot"""
+        self._where = where
         self._family = family
         self._surplus = surplus
         self._args = template_args
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special, where, now=now)
-        self._shield = Shield(tokenizer, raw_content)
         self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
         self._prompts: dict[bytes, Pieces] = {}
         self._inline: dict[int, tuple[list[int], ...]] = {}
         self._takes_parts = takes_parts(self._template, family, template_args)
         check_tokens(self._template, tokenizer, family, template_args, where)
         written = written_ends(self._template, tokenizer, family, template_args, where)
+        headers = header_tokens(self._template, tokenizer, family, template_args)
+        self._shield = Shield(tokenizer, raw_content, own=action_format.own, headers=headers)
         known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
         self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}
         """tokens that end an assistant's turn"""
@@ -169,10 +174,24 @@ class Renderer:
         """Is among sampled ids one that stands for an image? No engine can tell it from an image."""
         return isinstance(self.images, Images) and self.images.placeholder_id in ids
 
-    def parse(self, ids: Sequence[int], finish_reason: FinishReason, max_calls: int) -> Action:
-        """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token."""
+    def parse(
+        self,
+        ids: Sequence[int],
+        finish_reason: FinishReason,
+        max_calls: int,
+        *,
+        context: Sequence[int] | None = None,
+    ) -> Action:
+        """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token.
+
+        `context` (the ids before them) says whether it did: some templates do not after a tool's result, and observations inside a
+        turn end without it. None: a context as after a user's message.
+        """
         body = ids[:-1] if ids and ids[-1] in self._last_ids else ids
-        action = self.format.parse(self.prefill + self.tokenizer.decode(body), finish_reason, max_calls)
+        text = self.tokenizer.decode(body)
+        if self.prefill and (context is None or self.tokenizer.decode(context[-_TAIL:]).endswith(self.prefill)):
+            text = self.prefill + text
+        action = self.format.parse(text, finish_reason, max_calls)
         if self._surplus == "error" or all(e.kind != "surplus" for e in action.errors):
             return action
         if self._surplus == "refuse":
@@ -219,25 +238,31 @@ class Renderer:
         Raises:
             TemplateError: the template does not know one of these roles.
         """
+        user: Message = {"role": "user", "content": "x"}
         for role in roles:
-            if role in ("user", "assistant"):
-                continue
-            message: Message = {
-                "role": role,
-                "content": "x",
-                **({"name": "f", "tool_call_id": "abcdefgh0"} if role == "tool" else {}),
-            }
-            if role == "system":
-                self._template.render(
-                    self._family.adapt([message, {"role": "user", "content": "x"}]),
-                    tools=None,
-                    generate=True,
-                    **self._args,
-                )
-            elif (
-                proof := self.proof([message], history=[{"role": "user", "content": "x"}], tools=())
-            ).reason is not None:
-                raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {proof.reason}")
+            if role == "tool":
+                result: Message = {"role": role, "content": "x", "name": "f", "tool_call_id": "abcdefgh0"}
+                proof = self.proof([result], history=[user], tools=())
+                if proof.reason is not None:
+                    raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {proof.reason}")
+            elif role not in ("user", "assistant"):
+                first = self._family.adapt([{"role": role, "content": QUESTION}, user])
+                text = self._template.render(first, tools=None, generate=True, **self._args)
+                if QUESTION not in text:
+                    raise TemplateError(f"{self._where}: its chat template leaves messages of role {role!r} out")
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Does the template put the tools' schemas into the prompt?"""
+        function = {**DUMMY_TOOL["function"], "name": QUESTION}
+        user: Message = {"role": "user", "content": "x"}
+        try:
+            text = self._template.render(
+                self._family.adapt([user]), tools=[{**DUMMY_TOOL, "function": function}], generate=True, **self._args
+            )
+        except TemplateError:
+            return False
+        return QUESTION in text
 
     def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
         """With tools in the prompt the tail must be the one without them: a template that moves its list of tools rewrites history."""

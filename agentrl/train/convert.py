@@ -6,7 +6,6 @@ are exact inverses; nothing is computed, only cut, joined and padded. Layers are
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import DataError
+from agentrl.train.settings import weight_files
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -135,16 +135,7 @@ class HuggingFaceWeights:
 
         self._open: Callable[[Path], Any] = lambda p: safe_open(p, framework="pt", device="cpu")
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            where = json.loads(index.read_text())["weight_map"]
-        else:
-            where = {name: f.name for f in sorted(folder.glob("*.safetensors")) for name in self._open(f).keys()}  # noqa: SIM118
-        if not where:
-            raise DataError(
-                f"{folder} holds no *.safetensors files; save the model with save_pretrained(…, safe_serialization=True)"
-            )
-        self._where: dict[str, str] = where
+        self._where = {name: f.name for f in weight_files(folder) for name in self._open(f).keys()}  # noqa: SIM118
         self._files: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:

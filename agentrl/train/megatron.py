@@ -18,6 +18,7 @@ from agentrl.train.folders import copy_model_files, new_folder
 from agentrl.train.metrics import MAXIMA, SUMS, metrics
 from agentrl.train.plan import plan
 from agentrl.train.processes import Workers, free_port
+from agentrl.train.settings import world
 from agentrl.train.worker import Setup
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
@@ -59,31 +60,24 @@ class MegatronTrainer:
             WorkerError: a rank did not start.
         """
         self.settings = dict(megatron or {})
-        per_copy = self.settings.get("tensor_model_parallel_size", 1) * self.settings.get(
-            "pipeline_model_parallel_size", 1
-        )
-        world = world_size or per_copy
-        if world % per_copy:
-            raise ConfigError(
-                f"world size {world} is not a multiple of tensor × pipeline model parallel size = {per_copy}"
-            )
+        ranks, per_copy = world(self.settings, world_size)
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
         self.micro_batch_tokens = micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-        threads = threads or max(1, (os.cpu_count() or 1) // world)
-        self.workers = Workers(world, run_dir / "trainer", threads)
+        threads = threads or max(1, (os.cpu_count() or 1) // ranks)
+        self.workers = Workers(ranks, run_dir / "trainer", threads)
         port = free_port()
         setups = [
             {
                 "setup": Setup(
-                    self.model, self.settings, dtype, reference, seed, threads, rank, world, rank, port, timeout_s
+                    self.model, self.settings, dtype, reference, seed, threads, rank, ranks, rank, port, timeout_s
                 )
             }
-            for rank in range(world)
+            for rank in range(ranks)
         ]
         self.places: list[dict[str, Any]] = self.workers.ask("start", setups, min(timeout_s, 600.0))
-        self.copies = world // per_copy
+        self.copies = ranks // per_copy
         self.multiple: int = self.places[0]["multiple"]
         """padded lengths of micro-batches are multiples of this"""
 

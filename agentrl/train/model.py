@@ -22,13 +22,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from agentrl.errors import ConfigError, suggest
 from agentrl.train.attention import block_spec
 from agentrl.train.convert import HuggingFaceWeights, Layout, load, named_parameters, source
+from agentrl.train.settings import Settings, check_settings, insisted
 from agentrl.train.shape import ModelShape, Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Settings = Mapping[str, Any]
 
 
 class PolicyModel(GPTModel):
@@ -99,11 +98,8 @@ def transformer_config(shape: ModelShape, settings: Settings, dtype: torch.dtype
     """
     cpu, bf16 = not torch.cuda.is_available(), dtype is torch.bfloat16
     fixed = {
-        **shape.transformer,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
+        **insisted(shape),
         "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": bf16,
@@ -111,11 +107,7 @@ def transformer_config(shape: ModelShape, settings: Settings, dtype: torch.dtype
         "perform_initialization": False,  # all weights are read
         "variable_seq_lengths": True,
     }
-    for name, value in fixed.items():
-        if settings.get(name, value) != value:
-            raise ConfigError(
-                f"{name} = {settings[name]!r} contradicts the model or the trainer, which need {value!r}; leave it out"
-            )
+    check_settings(settings, shape, cpu=cpu)
     default = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -126,43 +118,7 @@ def transformer_config(shape: ModelShape, settings: Settings, dtype: torch.dtype
         "deallocate_pipeline_outputs": True,
         "moe_token_dispatcher_type": "alltoall",  # asked for with variable_seq_lengths, also where there are no experts
     }
-    check_settings(settings, shape, cpu)
     return TransformerConfig(**{**default, **_pick(TransformerConfig, settings), **fixed})
-
-
-def check_settings(settings: Settings, shape: ModelShape, cpu: bool) -> None:
-    """Refuse what cannot work, in words."""
-    known = {f.name for c in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig) for f in fields(c)}
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"megatron-core has no setting {name!r}{suggest(name, known)}")
-    tp = settings.get("tensor_model_parallel_size", 1)
-    if shape.transformer["num_query_groups"] % tp:
-        raise ConfigError(
-            f"tensor_model_parallel_size {tp} does not divide the model's {shape.transformer['num_query_groups']} key-value heads"
-        )
-    if shape.transformer["ffn_hidden_size"] % tp:
-        raise ConfigError(
-            f"tensor_model_parallel_size {tp} does not divide the model's intermediate_size {shape.transformer['ffn_hidden_size']}"
-        )
-    if settings.get("context_parallel_size", 1) > 1:
-        raise ConfigError(
-            "context_parallel_size > 1 is not supported: rows are padded, not packed; use tensor and sequence parallelism"
-        )
-    if settings.get("expert_model_parallel_size", 1) > 1 or settings.get("num_moe_experts"):
-        raise ConfigError("mixtures of experts are not supported: the model is dense")
-    if settings.get("virtual_pipeline_model_parallel_size"):
-        raise ConfigError(
-            "virtual_pipeline_model_parallel_size is not supported: interleaved pipelines compute wrong numbers over gloo"
-        )
-    if settings.get("sequence_parallel") and tp == 1:
-        raise ConfigError("sequence_parallel needs tensor_model_parallel_size > 1")
-    if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
-        raise ConfigError(
-            "use_megatron_fsdp is not supported; the optimizer is distributed already (use_distributed_optimizer)"
-        )
-    if cpu and (settings.get("fp8") or settings.get("fp4")):
-        raise ConfigError("fp8 and fp4 need a GPU and Transformer Engine")
 
 
 def _pick(kind: type, settings: Settings) -> dict[str, Any]:

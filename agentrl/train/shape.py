@@ -62,6 +62,12 @@ def read_shape(folder: Path) -> ModelShape:
     if family not in FAMILIES:
         raise ConfigError(f"{path}: model_type {family!r} cannot be trained; known: {', '.join(FAMILIES)}")
     _refuse(path, hf)
+    needed = (
+        "num_attention_heads hidden_size num_hidden_layers intermediate_size rms_norm_eps vocab_size "
+        "max_position_embeddings"
+    ).split()
+    if missing := [name for name in needed if name not in hf]:
+        raise ConfigError(f"{path} does not say {missing[0]}, without which the model cannot be trained")
     qkv_bias, qk_norm = FAMILIES[family]
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     transformer = {

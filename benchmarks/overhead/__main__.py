@@ -20,7 +20,12 @@ from benchmarks.overhead.results import keep
 
 CASES = ((512, 4, 64), (512, 4, 256), (64, 32, 64))
 """episodes, turns, at once"""
-CLIENTS = {"raw": ("floor",), "agentrl": ("agent",), "agentrl+uvloop": ("agent", "--uvloop")}
+CLIENTS = {
+    "raw": ("floor",),
+    "agentrl": ("agent",),
+    "agentrl+uvloop": ("agent", "--uvloop"),
+    "agentrl, no text twice": ("agent", "--new-documents"),
+}
 Runs = list[dict[str, Any]]
 
 

@@ -1,6 +1,6 @@
 """One client process: does the runs it is told to, one JSON line each, and answers with what they took.
 
-python -m benchmarks.overhead.worker floor|agent [--uvloop]
+python -m benchmarks.overhead.worker floor|agent [--uvloop] [--new-documents]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=("floor", "agent"))
     parser.add_argument("--uvloop", action="store_true")
+    parser.add_argument("--new-documents", action="store_true")
     args = parser.parse_args()
     more: dict[str, Any] = {}
     if args.kind == "floor":
@@ -28,6 +29,7 @@ def main() -> None:
         from benchmarks.overhead import agent
 
         run = agent.run
+        agent.NEW_DOCUMENTS = args.new_documents
         more["renderer"] = agent.make_agent_renderer()
     imported_mb = memory_kb("VmRSS") / 1024
     print("ready", flush=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from agentrl.store import read_records
+from agentrl.config import build_config, read_toml
+from agentrl.store import exactness_violations, read_episodes, read_records
 
 DRIVE = Path(__file__).parent / "drive.py"
 WORDS = [
@@ -61,6 +62,11 @@ def state(run):
     return (run / "metrics.jsonl").read_bytes(), episodes(run), weights
 
 
+def equal(run, other):
+    for mine, theirs in zip(state(run), state(other), strict=True):
+        assert mine == theirs
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
@@ -68,7 +74,45 @@ def whole(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = (run / "metrics.jsonl").read_bytes()
     assert metrics.count(b"train/grad_norm") >= 2, "the run must train, or equality says nothing"
-    return state(run)
+    return run
+
+
+SUMMARY = """eval_em_first eval_em_last train_reward_first train_reward_last episodes turns exactness_violations stop_reasons failures
+causes rollouts steps rollout_s train_s sync_s wall_s seed""".split()
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_behind(whole):
+    assert {"trainer"} | set(
+        "config.toml metrics.jsonl timings.jsonl tensorboard episodes checkpoints hf curve.png summary.json".split()
+    ) == {p.name for p in whole.iterdir()}
+    assert build_config(read_toml(whole / "config.toml")).rollout.num_rollout == 3
+    assert (whole / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
+    assert {p.name for p in (whole / "hf").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["000002", "000003"]
+
+    rows = [orjson.loads(line) for line in (whole / "metrics.jsonl").read_bytes().splitlines()]
+    assert [row["step"] for row in rows] == [0, 0, 1, 2, 2, 3], "rollouts 0 to 2, evaluations after 0, 2 and 3"
+    assert not [key for row in rows for key in row if key.endswith("_s")], "timings would tell equal runs apart"
+    timings = [orjson.loads(line) for line in (whole / "timings.jsonl").read_bytes().splitlines()]
+    assert {"rollout_s", "train_s", "sync_s", "eval/test_s"} <= {key for row in timings for key in row}
+
+
+@pytest.mark.slow
+def test_the_summary_agrees_with_the_record(whole):
+    summary = orjson.loads((whole / "summary.json").read_bytes())
+    assert set(SUMMARY) <= set(summary)
+    made = list(read_episodes(whole / "episodes"))
+    turns = sum(len(t.turns) for t in made)
+    assert turns > len(made) > 0
+    assert exactness_violations(made) == summary["exactness_violations"] == 0
+    assert (summary["episodes"], summary["turns"]) == (len(made), turns) == (3 * 2 * 4 + 3 * 4, turns)
+    assert (summary["rollouts"], summary["eval_questions"], summary["seed"]) == (3, 4, 5)
+    assert 2 <= summary["steps"] <= 3
+    assert sum(summary["stop_reasons"].values()) == sum(c["count"] for c in summary["causes"]) == len(made)
+    assert min(summary[name] for name in ("rollout_s", "train_s", "sync_s")) > 0
+    assert summary["wall_s"] > summary["rollout_s"] + summary["train_s"]
 
 
 @pytest.mark.slow
@@ -81,7 +125,19 @@ def test_killed_and_resumed(tmp_path, whole, when, at):
     resumed = drive("never", 0, "--resume", str(run))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed after rollout" in resumed.stdout
-    metrics, recorded, weights = state(run)
-    assert metrics == whole[0]
-    assert recorded == whole[1]
-    assert weights == whole[2]
+    equal(run, whole)
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_with_more_rollouts(tmp_path, whole):
+    run = tmp_path / "run"
+    short = drive("never", 0, "--env", "search_r1", "--run", str(run), *WORDS, "--num-rollout", "1")
+    assert short.returncode == 0, short.stdout + short.stderr
+    before = state(run)[2]
+    longer = drive("never", 0, "--resume", str(run), "--num-rollout", "3")
+    assert longer.returncode == 0, longer.stdout + longer.stderr
+    equal(run, whole)
+    assert state(run)[2] != before
+    assert not list(run.glob(".*"))
+    assert "num_rollout = 3" in (run / "config.toml").read_text()
+    assert orjson.loads((run / "summary.json").read_bytes())["steps"] == 3

@@ -23,7 +23,8 @@ def golden_of(name: str) -> dict[str, Any]:
     ours = renderer(name, now=NOW)
     talks = []
     for seed in _SEEDS:
-        played = play(ours, conversation(BY_NAME[name], seed))
+        talk = conversation(BY_NAME[name], seed)
+        played = play(renderer(name, now=NOW, **talk.options), talk)
         talks.append([[Provenance(kind).name, list(ids)] for kind, ids in played.pieces])
     return {
         "family": ours.family,

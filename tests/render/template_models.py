@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from utterances import WRITERS, Calls, json_text
 
 from agentrl.render import Renderer, Tokenizer, make_renderer
 
@@ -76,6 +77,14 @@ class Model:
     """how it ends a turn that calls a tool, where that differs"""
     call: Callable[[str, str], str] = lambda name, query: ""
     """the policy's text for a call with one argument, query"""
+    calls: Callable[[Calls], str] | None = None
+    """the policy's text for several calls; None: one in a turn"""
+    think: Callable[[str], str] | None = None
+    """the policy's text for a thought, with which a turn begins; None: it does not think"""
+    answer: Callable[[str], str] = str
+    """the policy's text for an answer, after its thought"""
+    reads: str = ""
+    """the template's argument that turns thinking on and off, if there is one"""
     roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool"})
     """what the template takes in the middle of a conversation"""
     args: tuple[tuple[str, Any], ...] = ()
@@ -112,7 +121,12 @@ def _v3(name: str, query: str) -> str:
 
 
 def _v31(name: str, query: str) -> str:
-    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_js(query)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    return _v31_calls([(name, {"query": query})])
+
+
+def _v31_calls(calls: Calls) -> str:
+    inside = "".join(f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json_text(a)}<｜tool▁call▁end｜>" for n, a in calls)
+    return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
 
 
 def _kimi(name: str, query: str) -> str:
@@ -151,25 +165,34 @@ _DS = {
     "roles": _NO_SYSTEM,
 }
 MODELS: tuple[Model, ...] = (
-    Model("chatml", "qwen2_5", _QWEN, _QWEN_TAGS, call=_hermes, **_IM_END),
-    Model("qwen3", "qwen3", _QWEN, _QWEN_TAGS, call=_hermes, say=lambda t: f"<think>\nso\n</think>\n\n{t}", **_IM_END),
-    Model("qwen3_coder", "./qwen3_coder", _QWEN, _QWEN_TAGS, call=_xml, **_IM_END),
+    Model("chatml", "qwen2_5", _QWEN, _QWEN_TAGS, call=_hermes, calls=WRITERS["hermes"], think=lambda t: f"<think>{t}</think>", **_IM_END),
+    Model("qwen3", "qwen3", _QWEN, _QWEN_TAGS, call=_hermes, calls=WRITERS["hermes"], think=lambda t: f"<think>\n{t}\n</think>\n\n",
+          say=lambda t: f"<think>\nso\n</think>\n\n{t}", reads="enable_thinking", **_IM_END),
+    Model("qwen3_coder", "./qwen3_coder", _QWEN, _QWEN_TAGS, call=_xml, calls=WRITERS["qwen3_coder"], **_IM_END),
     Model(
-        "qwen3_5", "qwen3_5_think", _QWEN, _QWEN_TAGS, family="qwen3_coder", roles=_NO_SYSTEM,
-        call=lambda n, q: f"so\n</think>\n\n{_xml(n, q)}", say=lambda t: f"so\n</think>\n\n{t}", **_IM_END,
+        "qwen3_5", "qwen3_5_think", _QWEN, _QWEN_TAGS, family="qwen3_coder", roles=_NO_SYSTEM, calls=WRITERS["qwen3_coder"],
+        call=lambda n, q: f"so\n</think>\n\n{_xml(n, q)}", say=lambda t: f"so\n</think>\n\n{t}", think=lambda t: f"{t}\n</think>\n\n",
+        reads="enable_thinking", **_IM_END,
     ),
-    Model("llama3", "llama3_2", _LLAMA, bos="<|begin_of_text|>", eos="<|eot_id|>", end="<|eot_id|>", call_end="<|eom_id|>", call=_llama),
+    Model("llama3", "llama3_2", _LLAMA, bos="<|begin_of_text|>", eos="<|eot_id|>", end="<|eot_id|>", call_end="<|eom_id|>", call=_llama,
+          calls=WRITERS["llama3"]),
     Model("glm4", "glm4moe", _GLM, _GLM_TAGS, eos="<|endoftext|>", end="<|user|>", call_end="<|observation|>", call=_glm,
-          say=lambda t: f"\n<think>so</think>\n{t}", roles=_NO_SYSTEM),
-    Model("deepseek", "deepseekv3", _DEEPSEEK, _THINK, call=_v3, say=lambda t: f"so</think>{t}", **_DS),
-    Model("deepseek_v31", "./deepseek_v31", _DEEPSEEK, _THINK, call=_v31, family="deepseek", **_DS),
-    Model("kimi_k2", "./kimi_k2", _KIMI, _KIMI_TAGS, bos="[BOS]", eos="[EOS]", end="<|im_end|>", call=_kimi),
+          calls=WRITERS["glm4"], say=lambda t: f"\n<think>so</think>\n{t}", think=lambda t: f"\n<think>{t}</think>\n",
+          reads="enable_thinking", roles=_NO_SYSTEM),
+    Model("deepseek", "deepseekv3", _DEEPSEEK, _THINK, call=_v3, calls=WRITERS["deepseek_v3"], say=lambda t: f"so</think>{t}",
+          think=lambda t: f"{t}</think>", **_DS),
+    Model("deepseek_v31", "./deepseek_v31", _DEEPSEEK, _THINK, call=_v31, calls=_v31_calls, think=lambda t: f"{t}</think>",
+          reads="enable_thinking", family="deepseek", **_DS),
+    Model("kimi_k2", "./kimi_k2", _KIMI, _KIMI_TAGS, bos="[BOS]", eos="[EOS]", end="<|im_end|>", call=_kimi, calls=WRITERS["kimi_k2"]),
     Model("kimi_k2_thinking", "./kimi_k2_thinking", _KIMI, f"{_KIMI_TAGS} {_THINK}", bos="[BOS]", eos="[EOS]", end="<|im_end|>",
-          call=lambda n, q: f"<think>so</think>{_kimi(n, q)}", say=lambda t: f"<think>so</think>{t}"),
+          call=lambda n, q: f"<think>so</think>{_kimi(n, q)}", calls=WRITERS["kimi_k2"], say=lambda t: f"<think>so</think>{t}",
+          think=lambda t: f"<think>{t}</think>"),
     Model("gpt_oss", "gptoss", _HARMONY, bos="<|startoftext|>", eos="<|return|>", end="<|return|>", call_end="<|call|>",
-          call=_harmony, say=_final, roles=_NO_SYSTEM),
-    Model("gemma3", "gemma3", _GEMMA, bos="<bos>", eos="<eos>", end="<end_of_turn>", call=_pythonic, roles=_NO_SYSTEM),
-    Model("mistral", "./mistral", _MISTRAL, bos="<s>", eos="</s>", end="</s>", call=_mistral, roles=_NO_SYSTEM),
+          call=_harmony, say=_final, roles=_NO_SYSTEM, answer=lambda t: f"<|channel|>final<|message|>{t}",
+          think=lambda t: f"<|channel|>analysis<|message|>{t}<|end|><|start|>assistant"),
+    Model("gemma3", "gemma3", _GEMMA, bos="<bos>", eos="<eos>", end="<end_of_turn>", call=_pythonic, calls=WRITERS["pythonic"],
+          roles=_NO_SYSTEM),
+    Model("mistral", "./mistral", _MISTRAL, bos="<s>", eos="</s>", end="</s>", call=_mistral, calls=WRITERS["mistral"], roles=_NO_SYSTEM),
 )  # fmt: skip
 """The families of features B3, some with two templates."""
 BY_NAME = {m.name: m for m in MODELS}

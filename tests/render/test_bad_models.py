@@ -5,7 +5,7 @@ import re
 
 import pytest
 import tokenizers
-from template_models import PATTERN, tokenizer, vocabulary
+from template_models import MODELS, PATTERN, tokenizer, vocabulary
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from agentrl.errors import TemplateError, UnknownNameError
@@ -72,6 +72,12 @@ def test_a_role_that_the_template_does_not_know():
 def test_every_family_takes_tools():
     for name in ("chatml", "gemma3", "mistral", "gpt_oss", "deepseek"):
         make_renderer(tokenizer(name)).check()
+
+
+def test_families_whose_template_shows_no_tools():
+    """The others' schemas are in the prompt."""
+    left_out = {m.name for m in MODELS if not make_renderer(tokenizer(m.name)).shows_tools}
+    assert left_out == {"gemma3", "deepseek", "deepseek_v31"}
 
 
 def test_an_unknown_format():

@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections import Counter
 
+import jinja2
 import pytest
 from conversations import NOW, conversation, hugging_face, play
 from golden import FOLDER, golden_of
@@ -18,51 +20,91 @@ WHOLE = ("chatml", "qwen3_coder", "kimi_k2", "mistral", "gemma3")
 """families whose template never rewrites what was said: the whole stream equals the template's rendering"""
 
 
-def agrees(name: str, seed: int) -> None:
+QWEN = ("chatml", "qwen3")
+"""families whose vocabulary is here in whole"""
+LEFT_OUT = "the template leaves content out"
+IN_THE_MIDDLE = {
+    "deepseek": LEFT_OUT, "deepseek_v31": LEFT_OUT, "gpt_oss": LEFT_OUT, "glm4": LEFT_OUT, "qwen3_5": "must be at the beginning",
+    "mistral": "must come first",
+}  # fmt: skip
+"""why a system message in the middle opens a segment, where it does (for GLM, which has no end token, where it comes first)"""
+
+
+def why(name, turn, tools):
+    """Why a new segment must open after this turn; None: it need not."""
+    roles = [m["role"] for m in turn.observation]
+    if name in IN_THE_MIDDLE and "system" in (roles[:1] if name == "glm4" else roles):
+        return IN_THE_MIDDLE[name]
+    return "moves its list of tools" if name == "mistral" and tools and not turn.calls else None
+
+
+def agrees(name: str, seed: int, size: int | None = 6000) -> None:
+    """The first prompt, every delta and every new segment are what the family's template renders of the same conversation."""
     model = BY_NAME[name]
-    ours = renderer(name, now=NOW)
     talk = conversation(model, seed)
+    ours = renderer(name, size, now=NOW, **talk.options)
+    counted = ours.new_segments.copy()
+
+    def theirs(messages):
+        return hugging_face(model, ours, messages, generate=True, tools=talk.tools)
+
+    def ids_of(text):
+        return ours.tokenizer.backend.encode(text, add_special_tokens=False).ids
+
     played = play(ours, talk)
-    for i, (turn, (ids, reason), before) in enumerate(zip(talk.turns, played.deltas, played.messages, strict=True)):
-        assert reason is None, (name, seed, i, reason)
-        whole = hugging_face(model, ours, [*before, *turn.observation], generate=True)
-        mark = f"mark{seed}x{i}"
-        assert mark in whole
-        after = whole.rpartition(mark)[2]
-        at, end = min((after.find(e), e) for e in ours.ends if e in after)
-        theirs = ours.tokenizer.backend.encode(after[at + len(end) :], add_special_tokens=False).ids
-        assert list(ids) == theirs, (name, seed, i, ours.tokenizer.decode(ids), after)
-    if name in WHOLE:
-        conversation_text = hugging_face(
-            model, ours, [*played.messages[-1], *talk.turns[-1].observation], generate=True
-        )
-        assert played.ids == ours.tokenizer.backend.encode(conversation_text, add_special_tokens=False).ids
+    assert played.pieces[0] == (Provenance.PROMPT, tuple(ids_of(theirs(talk.first)))), (name, seed)
+    anew = (ids for kind, ids in played.pieces[1:] if kind is Provenance.PROMPT)
+    for i, (turn, (ids, reason), before) in enumerate(zip(talk.turns, played.deltas, played.messages, strict=False)):
+        expected, last = why(name, turn, talk.tools), i == len(played.deltas) - 1
+        where = (name, seed, i, talk.options, reason)
+        assert expected in reason if expected else reason is None, where
+        if expected is None:
+            check_delta(ours, theirs, turn, before, ids, ids_of, where)
+        elif played.refused and last:
+            with pytest.raises(jinja2.TemplateError):
+                theirs([*before, *turn.observation])
+        else:
+            assert next(anew) == tuple(ids_of(theirs([*before, *turn.observation]))), where
+    assert played.refused or len(played.deltas) == len(talk.turns)
+    assert ours.new_segments - counted == Counter(reason for _, reason in played.deltas if reason is not None)
+    if name in WHOLE and not played.refused:
+        n = len(played.deltas)
+        assert played.segment == ids_of(theirs([*played.messages[-1], *talk.turns[n - 1].observation])), (name, seed)
+
+
+def check_delta(ours, theirs, turn, before, ids, ids_of, where):
+    """What follows the end of the policy's turn. A turn that only thought gets a word to be found by; without it the end is the same."""
+    *history, said = before
+    whole = theirs([*before, *turn.observation])
+    mark, shown = turn.mark or "Here5c1d", whole
+    if not turn.mark:
+        shown = theirs([*history, {**said, "content": said["content"] + mark}, *turn.observation])
+    assert mark in shown, where
+    after = shown.rpartition(mark)[2]
+    at, end = min((after.find(e), e) for e in ours.ends if e in after)
+    assert list(ids) == ids_of(after[at + len(end) :]), (where, ours.tokenizer.decode(ids), after)
+    assert whole.endswith(after[at:]), where
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_delta_is_the_templates_own(name):
+def test_the_template_says_the_same(name):
     for seed in range(FAST):
         agrees(name, seed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_the_delta_is_the_templates_own_in_full(name):
+def test_the_template_says_the_same_in_full(name):
     for seed in range(FAST, FULL):
         agrees(name, seed)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_first_prompt_is_the_templates_own(name):
-    model, ours = BY_NAME[name], renderer(name, now=NOW)
-    for seed in range(FAST):
-        first = conversation(model, seed).first
-        ((kind, ids),) = ours.prompt(first)
-        assert kind is Provenance.PROMPT
-        theirs = ours.tokenizer.backend.encode(
-            hugging_face(model, ours, first, generate=True), add_special_tokens=False
-        ).ids
-        assert list(ids) == theirs
+@pytest.mark.full
+@pytest.mark.parametrize("name", QWEN)
+def test_the_template_says_the_same_with_the_real_vocabulary(name):
+    assert renderer(name, None).tokenizer.is_fast
+    for seed in range(FULL):
+        agrees(name, seed, None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,31 +116,46 @@ def test_golden(name):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ids_that_are_no_tokenisation_survive_twenty_turns(name):
-    """Case 5."""
-    ours = renderer(name)
-    rng = random.Random(name)
-    words = [i for i in range(1000) if i not in ours.tokenizer.added.values()]
+def survive(name: str, seed: int) -> None:
+    """Case 5: twenty turns of ids that are not the tokenisation of their text, tools' results and users' messages between them."""
+    ours, rng = renderer(name), random.Random(f"{name}-{seed}")
+    model, added = BY_NAME[name], ours.tokenizer.added
+    words = [i for i in range(1000) if i not in added.values()]
     recorder = Recorder()
     messages = [{"role": "user", "content": "go"}]
     recorder.open(ours.prompt(messages))
-    said, end = [], ours.end_id
+    said = []
     for turn in range(20):
-        ids = (*(rng.choice(words) for _ in range(rng.randint(1, 30))), end)
+        body = [rng.choice(words) for _ in range(rng.randint(2, 30))]
+        while ours.tokenizer.encode(ours.tokenizer.decode(body)) == body:
+            body.append(rng.choice(words))
+        result = rng.random() < 0.5
+        ids = (*body, added[(result and model.call_end) or model.end])
         before = recorder.context()
         recorder.sampled(Generation(ids, (-1.0,) * len(ids), FinishReason.STOP), turn=turn, temperature=1.0)
         said.append(ids)
-        delta = ours.delta([{"role": "user", "content": f"go on {turn}"}], ids, history=messages, tools=())
-        assert delta.new_segment is None
+        call = {"name": "search", "tool_call_id": "abcdefgh0"} if result else {}
+        observation = {"role": "tool" if result else "user", "content": f"go on {turn}", **call}
+        delta = ours.delta([observation], ids, history=messages, tools=())
+        assert delta.new_segment is None, (name, seed, turn)
         recorder.extend(delta.pieces, turn=turn)
         assert recorder.context()[: len(before) + len(ids)] == [*before, *ids]
-        messages += [
-            {"role": "assistant", "content": ours.tokenizer.decode(ids[:-1])},
-            {"role": "user", "content": "go on"},
-        ]
+        messages += [{"role": "assistant", "content": ours.tokenizer.decode(body)}, observation]
     (segment,) = recorder.segments()
     assert [s.ids for s in segment.spans if s.provenance is Provenance.SAMPLED] == said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_that_are_no_tokenisation_survive_twenty_turns(name):
+    for seed in range(3):
+        survive(name, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_that_are_no_tokenisation_survive_in_full(name):
+    for seed in range(3, 20):
+        survive(name, seed)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -116,50 +116,140 @@ def test_case_14_what_is_cut_by_length_is_no_fault_of_the_policys(name):
         assert not [e for e in action.errors if e.kind == "structure"]
 
 
-JSON_FORMATS = {
+CALLS = {
     "hermes": "<tool_call>{}</tool_call>",
     "mistral": "[TOOL_CALLS][{}]",
     "llama3": "<|python_tag|>{}",
 }
-
-
+"""formats in which a call is one JSON object"""
+ARGUMENTS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": @}</tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": @}]',
+    "mistral named": "[TOOL_CALLS]f[ARGS]@",
+    "llama3": '<|python_tag|>{"name": "f", "parameters": @}',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>@<|tool_call_end|>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n@\n```<｜tool▁call▁end｜>",
+    "deepseek_v3 plain": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>@<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "gpt_oss": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>@",
+}
+"""all formats in which the arguments are JSON"""
 BROKEN = (
-    '{"name": "f", "arguments": {"q": "a" b"}}',
-    '{"name": "f", "arguments": {"q": ',
-    "{'name': 'f', 'arguments': {}}",
-    '{"name": "f", "arguments": {"q": NaN}}',
-    '{"name": "f", "arguments": {"q": "\\ud800"}}',
-    '{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
-    "nonsense",
-)
-WRONG = (
-    "5", "null", '"{\\"q\\": 1}"', "true", "[]", '{"name": "f"}', '{"name": "f", "arguments": 5}', '{"name": "f", "arguments": []}',
-    '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}', '{"arguments": {}}',
+    '{"q": "a" b"}', '{"q": ', '{"q": "x', "{'q': 1}", '{"q": NaN}', '{"q": 1e999}', '{"q": "\\ud800"}', '{"\\udfff": 1}',
+    '{"q": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}", '{"q": ' + "[" * 100_000, "nonsense", "{q: 1}", '{"q": "\\x"}',
 )  # fmt: skip
+WRONG = ("5", "null", "true", "[]", '"text"', '"[]"', '"5"', "1.5", '[{"q": 1}]')
+WRONG_CALLS = (
+    "5", "null", '"{\\"q\\": 1}"', "true", "[]", '{"name": "f"}', '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}',
+    '{"arguments": {}}', '{"name": null, "arguments": {}}', '{"name": ["f"], "arguments": {}}', '{"function": "f"}', "{}",
+)  # fmt: skip
+KINDS = {
+    "hermes": (("structure", "<tool_call>{}"), ("structure", '<tool_call>{"name": "f", <tool_call>'), ("content", "<tool_call></tool_call>")),
+    "qwen3_coder": (
+        ("structure", "<tool_call>f</tool_call>"), ("structure", "<tool_call><function=f></tool_call>"), ("structure", "<tool_call></tool_call>"),
+        ("structure", "<tool_call><function=f></function>"), ("structure", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("content", "<tool_call><function=></function></tool_call>"),
+        ("content", "<tool_call><function=f><parameter=q>\ud800</parameter></function></tool_call>"),
+    ),
+    "glm4": (
+        ("structure", "<tool_call>f"), ("structure", "<tool_call>f<arg_key>q</arg_key></tool_call>"),
+        ("structure", "<tool_call>f<arg_key>q</arg_key><arg_value>x</tool_call>"), ("content", "<tool_call></tool_call>"),
+        ("content", "<tool_call>\n<arg_key>q</arg_key><arg_value>x</arg_value></tool_call>"),
+        ("content", "<tool_call>f<arg_key>q</arg_key><arg_value>\ud800</arg_value></tool_call>"),
+    ),
+    "deepseek_v3": (
+        ("structure", "<｜tool▁call▁begin｜>f{}<｜tool▁call▁end｜>"), ("structure", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}"),
+        ("content", "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("content", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>f\n```json\n{}<｜tool▁call▁end｜>"),
+    ),
+    "kimi_k2": (
+        ("structure", "<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("structure", "<|tool_call_begin|>functions.f:0{}<|tool_call_end|>"),
+        ("structure", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"),
+        ("structure", "<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    ),
+    "mistral": (("structure", "[TOOL_CALLS][]"), ("content", "[TOOL_CALLS]"), ("content", "[TOOL_CALLS][ARGS]{}"), ("content", "[TOOL_CALLS][5]")),
+    "llama3": (("structure", "<|python_tag|>"), ("content", "<|python_tag|>f(x=1)"), ("content", '{"name": "f", "parameters": 5}')),
+    "gpt_oss": (
+        ("structure", "<|channel|>commentary to=functions.f"), ("structure", "<|channel|>final<|message|>x<|end|><|start|>assistant<|channel|>final"),
+        ("content", "<|channel|>commentary to=functions.f<|message|>"),
+    ),
+    "pythonic": (
+        ("structure", "[f(1)]"), ("structure", "[f(**{'x': 1})]"), ("structure", "[f(x=)]"),
+        ("structure", "```tool_code\nf(\n```"), ("structure", "```tool_code\nx = 5\n```"), ("structure", "```tool_code\n[]\n```"),
+        ("structure", "[f(x=" + "[" * 5000 + "]" * 5000 + ")]"), ("structure", "[f(x='\ud800')]"), ("content", "[f(x='\\ud800')]"),
+        ("content", "[f(x=g())]"), ("content", "[f(x={1, 2})]"), ("content", "[f(x=b'a')]"), ("content", "[f(x=1j)]"), ("content", "[f(x=...)]"),
+        ("content", "[f(x={(1, 2): 3})]"), ("content", "[f(x=1e999)]"), ("content", "[f(x=nan)]"),
+    ),
+    "search_r1": (("structure", "<search>x"), ("structure", "x</search>"), ("structure", ""), ("content", "<search> </search>")),
+}  # fmt: skip
+"""what is wrong with the markup, and what with a call, in each format"""
+FAULTS = [
+    pytest.param(name, *fault, id=f"{name}-{i}") for name, faults in KINDS.items() for i, fault in enumerate(faults)
+]
 
 
-@pytest.mark.parametrize("name", JSON_FORMATS)
-class TestFaults:
-    def read(self, name, body):
-        return total(name, JSON_FORMATS[name].format(body), FinishReason.STOP)
+def kinds_of(action):
+    return [e.kind for e in action.errors]
 
-    @pytest.mark.parametrize("body", BROKEN)
-    def test_case_14_broken_json(self, name, body):
-        action = self.read(name, body)
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+class TestArguments:
+    def read(self, name, arguments):
+        return total(name.split()[0], ARGUMENTS[name].replace("@", arguments), FinishReason.STOP)
+
+    @pytest.mark.parametrize("arguments", BROKEN)
+    def test_case_14_broken_json(self, name, arguments):
+        action = self.read(name, arguments)
         assert not action.calls
-        assert [e.kind for e in action.errors] == ["content"]
+        assert set(kinds_of(action)) == {"content"}
 
-    @pytest.mark.parametrize("body", WRONG)
-    def test_case_15_json_of_the_wrong_type(self, name, body):
-        action = self.read(name, body)
+    @pytest.mark.parametrize("arguments", WRONG)
+    def test_case_15_json_of_the_wrong_type(self, name, arguments):
+        action = self.read(name, arguments)
         assert not action.calls
-        assert [e.kind for e in action.errors] == ["content"]
+        assert kinds_of(action) == ["content"]
 
-    def test_raw_newlines_in_strings_are_accepted(self, name):
-        assert self.read(name, '{"name": "f", "arguments": {"q": "a\nb"}}').calls[0].arguments == {"q": "a\nb"}
+    @pytest.mark.parametrize(("arguments", "meant"), [
+        ('{"q": "a\nb"}', {"q": "a\nb"}), ('{"q": "a\tb"}', {"q": "a\tb"}), ('"{\\"q\\": 1}"', {"q": 1}), ("{}", {}),
+        ('{"q": "\\ud83d\\ude42"}', {"q": "🙂"}), ('{"q": {"r": [1, null]}}', {"q": {"r": [1, None]}}), (' {"q" : "x"} ', {"q": "x"}),
+    ])  # fmt: skip
+    def test_what_is_accepted(self, name, arguments, meant):
+        """Raw newlines in strings, arguments written as a string, spaces."""
+        action = self.read(name, arguments)
+        assert [c.arguments for c in action.calls] == [meant]
+        assert not action.errors
 
-    def test_arguments_written_as_a_string(self, name):
-        assert self.read(name, '{"name": "f", "arguments": "{\\"q\\": 1}"}').calls[0].arguments == {"q": 1}
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("body", WRONG_CALLS)
+def test_case_15_a_call_that_is_none(name, body):
+    action = total(name, CALLS[name].format(body), FinishReason.STOP)
+    assert not action.calls
+    assert kinds_of(action) == ["content"]
+
+
+@pytest.mark.parametrize(("name", "kind", "text"), FAULTS)
+def test_cases_14_and_15_faults_of_markup_and_of_calls(name, kind, text):
+    action = total(name, text, FinishReason.STOP)
+    assert not action.calls
+    assert set(kinds_of(action)) == {kind}
+
+
+def test_python_that_is_too_much_for_its_parser():
+    for text in (
+        "[f(x=" + "-" * 90_000 + "1)]",
+        "[f(x=" + "(" * 5000 + ")]",
+        f"[f(x={'9' * 5000})]",
+        "[f(x=1)" + " " * 100_001 + "]",
+    ):
+        action = total("pythonic", text, FinishReason.STOP)
+        assert not action.calls
+        assert action.errors
+
+
+def test_python_values_become_jsons():
+    action = total("pythonic", "[f(x=(1, (2,)), y={1: 2, None: 3, 'z': [()]}, z=-1.5)]", FinishReason.STOP)
+    assert action.calls[0].arguments == {"x": [1, [2]], "y": {"1": 2, "null": 3, "z": [[]]}, "z": -1.5}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,18 +16,20 @@ from agentrl.types import FinishReason, Provenance, StopReason, Task, Trajectory
 NAMES = [m.name for m in MODELS]
 
 
-async def play(ours, name, seed, policy=None, limit=10_000):
+async def play(name, seed, policy=None, limit=10_000, **options):
     """What the runner does; returns the trajectory and what was sampled."""
-    talk = conversation(BY_NAME[name], seed)
+    talk = conversation(BY_NAME[name], seed, middle=False)
+    ours = renderer(name, now=NOW, **options, **talk.options)
     recorder, messages, said = Recorder(), [dict(m) for m in talk.first], []
     first = len(messages)
     recorder.open(ours.prompt(messages))
     for number, turn in enumerate(talk.turns):
         ids = (*ours.tokenizer.encode(turn.text), ours.tokenizer.added[turn.end])
         said += ids
+        action = ours.parse(ids, FinishReason.STOP, 8, context=recorder.context())
         recorder.sampled(Generation(ids, (-0.5,) * len(ids), FinishReason.STOP), turn=number, temperature=1.0)
         delta = ours.delta(turn.observation, ids, history=messages, tools=())
-        messages = [*messages, ours.message(ours.parse(ids, FinishReason.STOP, 8)), *turn.observation]
+        messages = [*messages, ours.message(action), *turn.observation]
         if delta.new_segment is None:
             recorder.extend(delta.pieces, turn=number)
         else:
@@ -56,9 +58,8 @@ def trained(trajectory):
 @pytest.mark.parametrize("policy", ["append", "rerender"])
 @pytest.mark.parametrize("name", NAMES)
 async def test_both_history_policies_train_each_sampled_token_once(name, policy):
-    ours = renderer(name, history=policy, now=NOW)
     for seed in range(6):
-        trajectory, said = await play(ours, name, seed)
+        trajectory, said = await play(name, seed, history=policy)
         assert trained(trajectory) == said
         if policy == "append":
             assert len(trajectory.segments) == 1
@@ -70,10 +71,9 @@ async def test_both_history_policies_train_each_sampled_token_once(name, policy)
 ])  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
 async def test_context_policies_train_each_sampled_token_once(name, make):
-    ours = renderer(name, now=NOW)
     opened = 0
     for seed in range(4):
-        trajectory, said = await play(ours, name, seed, make())
+        trajectory, said = await play(name, seed, make())
         assert trained(trajectory) == said
         opened += len(trajectory.segments) - 1
         for segment in trajectory.segments:

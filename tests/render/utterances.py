@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 Calls = Sequence[tuple[str, dict[str, Any]]]
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """JSON as policies write it."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _hermes(calls: Calls) -> str:
-    return "\n".join(f"<tool_call>\n{_json({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+    return "\n".join(f"<tool_call>\n{json_text({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
 
 
 def _xml(calls: Calls) -> str:
@@ -37,30 +38,33 @@ def _glm(calls: Calls) -> str:
 
 def _deepseek(calls: Calls) -> str:
     inside = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>" for n, a in calls
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{json_text(a)}\n```<｜tool▁call▁end｜>"
+        for n, a in calls
     )
     return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
 
 
 def _kimi(calls: Calls) -> str:
     inside = "".join(
-        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>"
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{json_text(a)}<|tool_call_end|>"
         for i, (n, a) in enumerate(calls)
     )
     return f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
 
 
 def _mistral(calls: Calls) -> str:
-    return "[TOOL_CALLS]" + _json([{"name": n, "arguments": a, "id": f"abcdefgh{i}"} for i, (n, a) in enumerate(calls)])
+    return "[TOOL_CALLS]" + json_text(
+        [{"name": n, "arguments": a, "id": f"abcdefgh{i}"} for i, (n, a) in enumerate(calls)]
+    )
 
 
 def _llama(calls: Calls) -> str:
-    return "<|python_tag|>" + "; ".join(_json({"name": n, "parameters": a}) for n, a in calls)
+    return "<|python_tag|>" + "; ".join(json_text({"name": n, "parameters": a}) for n, a in calls)
 
 
 def _harmony(calls: Calls) -> str:
     return "<|call|><|start|>assistant".join(
-        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}" for n, a in calls
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{json_text(a)}" for n, a in calls
     )
 
 

@@ -1,0 +1,197 @@
+"""`agentrl rollout` and `agentrl eval` from the command line to the run folder, on an engine that says what a script tells it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+from aiohttp import web
+from doubles import OBSERVATION, FakeEngine
+from test_retrieval import Server
+
+from agentrl.assemble import Parts
+from agentrl.cli import main, make_parser, resolve
+from agentrl.episode import EpisodeRunner
+from agentrl.render import Tokenizer
+from agentrl.store import read_episodes
+from agentrl.types import Status
+
+EXAMPLE = Path(__file__).parents[1] / "examples/search_r1/your_data.toml"
+NQ = {"id": "train_0", "question": "what is the capital of france", "golden_answers": ["Paris"], "data_source": "nq"}
+HOTPOT = {
+    "id": "dev_7",
+    "question": "Which city lies on the Seine, Paris or Rome?",
+    "golden_answers": ["Paris", "the city of Paris"],
+    "data_source": "hotpotqa",
+    "metadata": {"type": "comparison", "level": "medium"},
+}
+
+
+@pytest.fixture
+def model(tokenizer_dir, tmp_path, monkeypatch):
+    """A model folder as far as it is looked at, and a working directory to itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agentrl.assemble.Parts.require_weights", lambda self: None)
+    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 16384}))
+    return str(tokenizer_dir)
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Have the engine follow a script."""
+
+    def follow(script):
+        monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, script))
+
+    return follow
+
+
+@pytest.fixture
+def server():
+    """A Search-R1 retrieval server that knows one passage."""
+    running = Server()
+    item = {"document": {"id": "3", "contents": '"Paris"\nParis is the capital of France.\nIt lies on the Seine.'}}
+    running.handler = lambda asked: web.json_response({"result": [[item] for _ in asked["queries"]]})
+    yield running
+    running.stop()
+
+
+def write_rows(path, *rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def summary(run):
+    return orjson.loads((run / "summary.json").read_bytes())
+
+
+# -- search_r1 on Search-R1's data and server ----------------------------------------------------------------------------
+
+
+def test_search_r1_on_its_own_data_with_a_search_server(model, says, server, tmp_path):
+    says(
+        lambda asked: "<search> capital of France </search>" if asked.turn == 0 else f"<answer>{answer(asked)}</answer>"
+    )
+
+    def answer(asked):
+        return "Rome" if asked.session.startswith("1-") else "paris."
+
+    data = write_rows(tmp_path / "nq_hotpotqa.jsonl", NQ, HOTPOT)
+    words = ["rollout", "--env", "search_r1", "--model", model, "--prompt-data", data, "--run", "run"]
+    words += ["--env-arg", "retriever=http", "--env-arg", f"url={server.url}", "--env-arg", "passage_chars=2000"]
+    words += ["--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--concurrency", "4"]
+    assert main([*words, "--rollout-shuffle", "false", "--min-group-size", "1"]) == 0
+
+    made = list(read_episodes(tmp_path / "run/episodes"))
+    assert server.requests == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}] * 4
+    assert {t.task.id: t.task.label for t in made} == {"train_0": ["Paris"], "dev_7": HOTPOT["golden_answers"]}
+    assert [t.rewards["em"] for t in made] == [1.0, 0.0, 1.0, 1.0]
+    assert [t.score for t in made] == [1.0, 0.0, 1.0, 1.0], "F1 is reported and weighs nothing"
+    decode = Tokenizer.load(Path(model)).decode
+    passage = "- Paris: Paris is the capital of France. It lies on the Seine."
+    for t in made:
+        (segment,) = t.segments
+        assert f"</search>\n<information>{passage}</information>\n<answer>" in decode(segment.ids)
+        assert [decode(s.ids) for s in segment.spans if s.provenance is OBSERVATION] == [passage]
+
+
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_the_examples_command_for_your_data_evaluates(model, says, server, tmp_path, monkeypatch, command):
+    """The command in the file's head, word for word, but for the model and the server's address."""
+    head = "".join(line[1:] for line in EXAMPLE.read_text().splitlines() if line.startswith("#   "))
+    (found,) = re.findall(r"agentrl train (.*)", head.replace("\\", " "))
+    words = found.split()
+    words[words.index("--config") + 1] = str(EXAMPLE)
+    words[words.index("--hf-checkpoint") + 1] = model
+    write_rows(tmp_path / "nq_hotpotqa/train.jsonl", NQ)
+    write_rows(tmp_path / "nq_hotpotqa/test.jsonl", HOTPOT, NQ)
+    words += ["--env-arg", f"url={server.url}"]
+    says(["<search> Seine </search>", "<answer>Paris</answer>"])
+    if command == "train":
+        sets = Parts(resolve(*make_parser()[0].parse_known_args(["train", *words]))).eval_sets()
+        assert {name: [t.id for t in tasks] for name, tasks in sets.items()} == {"test": ["dev_7", "train_0"]}
+        return
+    assert main(["eval", *words, "--run", "run"]) == 0
+    assert (summary(tmp_path / "run")["eval_questions"], summary(tmp_path / "run")["eval_em_last"]) == (2, 1.0)
+    assert len(server.requests) == 2
+
+
+# -- eval --------------------------------------------------------------------------------------------------------------
+
+
+def test_eval_takes_prompt_data(model, says, tmp_path, capsys):
+    says(["<answer>Paris</answer>"])
+    data = write_rows(tmp_path / "nq.jsonl", NQ, HOTPOT)
+    words = ["eval", "--model", model, "--n-samples-per-eval-prompt", "3", "--env", "search_r1"]
+    assert main([*words, "--prompt-data", data, "--run", "whole"]) == 0
+    assert "eval nq after 0 rollouts: reward 1.000" in capsys.readouterr().out
+    found = summary(tmp_path / "whole")
+    assert (found["eval_questions"], found["eval_episodes"], found["eval_em_last"]) == (2, 6, 1.0)
+    assert main([*words, "--prompt-data", f"{data}@[1:]", "--run", "part"]) == 0
+    assert summary(tmp_path / "part")["eval_questions"] == 1
+
+
+def test_eval_without_a_question_is_refused(model, says, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from agentrl import Env, Task\n"
+        "class Mine(Env):\n"
+        "    @classmethod\n"
+        "    def tasks(cls, split): return [Task('0', 'hello', 1)] if split == 'train' else []\n"
+    )
+    assert main(["eval", "--model", model, "--env", "mine.py"]) == 2
+    assert "no tasks of the split 'test'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+# -- every attempt counts ------------------------------------------------------------------------------------------------
+
+
+FLAKY = """
+from agentrl import Env, StepResult, Task
+from agentrl.errors import InfraError
+
+class Flaky(Env):
+    failed = 0
+
+    @classmethod
+    def tasks(cls, split): return [Task('0', 'hello', 1)]
+
+    def step(self, action):
+        if Flaky.failed < 2:
+            Flaky.failed += 1
+            raise InfraError('the database is away')
+        return StepResult('good', reward=1.0, terminated=True)
+"""
+
+
+def test_exactness_is_checked_in_failed_attempts_too_and_the_causes_are_told(
+    model, says, tmp_path, capsys, monkeypatch
+):
+    play = EpisodeRunner.run
+
+    async def with_other_context(self, spec):
+        """In attempts that fail the engine is made to have been sent something else."""
+        t = await play(self, spec)
+        turns = tuple(replace(u, context_crc=u.context_crc ^ 1) for u in t.turns)
+        return replace(t, turns=turns) if t.status is Status.FAILED else t
+
+    monkeypatch.setattr(EpisodeRunner, "run", with_other_context)
+    says(["x"])
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    words = ["rollout", "--model", model, "--env", "flaky.py", "--run", "run", "--concurrency", "1"]
+    assert main([*words, "--num-rollout", "2", "--rollout-batch-size", "1", "--n-samples-per-prompt", "2"]) == 0
+    rows = [orjson.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_bytes().splitlines()]
+    assert [(r["failures"], r["retried"], r["exactness_violations"]) for r in rows] == [(2, 2, 2), (0, 0, 0)]
+    found = summary(tmp_path / "run")
+    assert (found["exactness_violations"], found["episodes"], found["failures"]) == (2, 4, 2)
+    assert len(list(read_episodes(tmp_path / "run/episodes"))) == 6, "failed attempts are recorded too"
+
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (next(n for n, x in enumerate(lines) if x.startswith(f"rollout    {i}")) for i in (1, 2))
+    assert "stop reason" in lines[first + 1]
+    assert any("env_failure" in x and "database" not in x for x in lines[first:second])
+    assert not lines[second + 1].strip(), "nothing to tell but that episodes terminated"
+    assert any(c["stop_reason"] == "env_failure" and c["count"] == 2 for c in found["causes"])
