@@ -29,8 +29,8 @@ from agentrl import reward, tool
 from agentrl.errors import InfraError
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.replay import parallel
-from agentrl.replay.compare import first_unlike
 from agentrl.replay.playback import EveryTool
+from agentrl.replay.values import first_unlike
 from agentrl.store import Recording
 from agentrl.types import FinishReason, Provenance, StopReason
 

@@ -7,14 +7,13 @@ ids that follow (template); at the end the rewards and the environment's state. 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.render.template import strip_control
 from agentrl.replay.playback import OUTSIDE, Departure, sampled_span
-from agentrl.store import encode
+from agentrl.replay.values import as_text, first_unlike, first_unlike_part, one_begins_the_other, same, strings, tails
 from agentrl.types import Status, StopReason, Trajectory, Turn
 
 CAUSES = ("seed", "template", "parser", "tool result", "env", "reward", "limit")
@@ -110,7 +109,7 @@ class Comparison:
                     turn,
                     cause,
                     f"the {name} read from the generation",
-                    *_first_unlike(a, b),
+                    *first_unlike_part(a, b),
                     self._offset(then.text, a, b),
                 )
 
@@ -120,11 +119,11 @@ class Comparison:
             if a.sha256 and b.sha256 and a.sha256 != b.sha256:
                 x, y = self.whole(a.sha256), self.whole(b.sha256)
                 if x is not None and y is not None:
-                    yield self._at(turn, "tool result", f"the whole output of result {n} ({a.name})", *_tails(x, y))
+                    yield self._at(turn, "tool result", f"the whole output of result {n} ({a.name})", *tails(x, y))
             for name in ("content", "is_error", "full_bytes", "sha256", "name"):
                 x, y = getattr(a, name), getattr(b, name)
                 if x != y:
-                    yield self._at(turn, "tool result", f"{name} of result {n} ({a.name})", *_tails(x, y))
+                    yield self._at(turn, "tool result", f"{name} of result {n} ({a.name})", *tails(x, y))
         if self._went(self.then, turn, "tools_s") and len(then) != len(today):
             yield self._at(turn, "tool result", "the number of tool results", len(then), len(today))
 
@@ -134,10 +133,10 @@ class Comparison:
             return
         a, b = list(then.observation.messages), list(today.observation.messages)
         if not same(a, b):
-            cut = then.observation_cut_tokens != today.observation_cut_tokens and _one_begins_the_other(a, b)
+            cut = then.observation_cut_tokens != today.observation_cut_tokens and one_begins_the_other(a, b)
             cause = "limit" if cut else "env"
             what = "how much of the observation fits" if cut else "the observation"
-            yield self._at(turn, cause, what, *_first_unlike(a, b))
+            yield self._at(turn, cause, what, *first_unlike_part(a, b))
         if then.observation_cut_tokens != today.observation_cut_tokens:
             yield self._at(
                 turn,
@@ -211,14 +210,16 @@ class Comparison:
                 last, "reward", "weights of the components", dict(self.then.weights), dict(self.today.weights), end=True
             )
         if not same(self.then.state, self.today.state):
-            yield self._at(last, "env", "the final state", *_first_unlike(self.then.state, self.today.state), end=True)
+            yield self._at(
+                last, "env", "the final state", *first_unlike_part(self.then.state, self.today.state), end=True
+            )
 
     # -- places ------------------------------------------------------------------------------------------------------
 
     def _at(self, turn: int, cause: str, what: str, then: Any, today: Any, *, end: bool = False) -> Divergence:
         """At the first id after this turn's generation that differs; where none does, at the first after the generation."""
         if turn < 0 or not self.then.turns:
-            return Divergence(cause, what, turn, 0, 0, _text(then), _text(today))
+            return Divergence(cause, what, turn, 0, 0, as_text(then), as_text(today))
         t = self.then.turns[turn]
         span = sampled_span(self.then, t)
         token = t.context_length + (len(span.ids) if span else 0)
@@ -227,7 +228,7 @@ class Comparison:
             token = max(0, len(self.then.segments[t.segment]) - 1)
         elif after[0] and after[1] and after[0] != after[1] and after[0][0] == t.segment:
             token = first_unlike(after[0][1], after[1][1])
-        return Divergence(cause, what, turn, t.segment, token, _text(then), _text(today))
+        return Divergence(cause, what, turn, t.segment, token, as_text(then), as_text(today))
 
     def _in_generation(self, turn: int, cause: str, what: str, then: Any, today: Any, offset: int) -> Divergence:
         """At the token of the generation in which the character `offset` of its text lies."""
@@ -238,13 +239,13 @@ class Comparison:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if len(self.decode(ids[: middle + 1])) > offset else (middle + 1, high)
-        return Divergence(cause, what, turn, t.segment, t.context_length + low, _text(then), _text(today))
+        return Divergence(cause, what, turn, t.segment, t.context_length + low, as_text(then), as_text(today))
 
     def _offset(self, text: str, then: Any, today: Any) -> int:
         """Where in the text the first differing value stands (of a whole call, its longest part); 0 if it cannot be found."""
-        a, b = _first_unlike(then, today)
+        a, b = first_unlike_part(then, today)
         for value, other in ((a, b), (b, a)):
-            found = sorted((s for s in _strings(value) if s and s in text), key=len)
+            found = sorted((s for s in strings(value) if s and s in text), key=len)
             if found:
                 said = found[-1]
                 shared = first_unlike(said, other) if said is value and isinstance(other, str) else 0
@@ -271,74 +272,6 @@ class Comparison:
         return clock in t.turns[turn].timings
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal as JSON: a tuple is a list, a numpy number a number."""
-    return bool(a == b) or _json(a) == _json(b)
-
-
-def first_unlike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The first index at which two sequences differ; the shorter one's length if one begins the other."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        value = [_plain(v) for v in value]
-    return json.loads(encode({"v": _plain(value)}))["v"]
-
-
-def _plain(value: Any) -> Any:
-    names = getattr(type(value), "__slots__", ()) if hasattr(type(value), "__dataclass_fields__") else ()
-    return {n: getattr(value, n) for n in names} if names else value
-
-
-def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two unlike values taken apart down to the first part that differs."""
-    a, b = _json(a), _json(b)
-    while True:
-        if isinstance(a, dict) and isinstance(b, dict):
-            key = next((k for k in dict.fromkeys((*a, *b)) if k not in a or k not in b or a[k] != b[k]), None)
-        elif isinstance(a, list) and isinstance(b, list):
-            at = first_unlike(a, b)
-            key = at if at < max(len(a), len(b)) else None
-        else:
-            return a, b
-        if key is None:
-            return a, b
-        a, b = _get(a, key), _get(b, key)
-
-
-def _get(value: Any, key: Any) -> Any:
-    try:
-        return value[key]
-    except (KeyError, IndexError):
-        return None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in JSON values."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)
-
-
-def _tails(a: Any, b: Any) -> tuple[Any, Any]:
-    if isinstance(a, str) and isinstance(b, str):
-        at = max(0, first_unlike(a, b) - 20)
-        return a[at : at + 200], b[at : at + 200]
-    return a, b
-
-
-def _one_begins_the_other(a: list[Any], b: list[Any]) -> bool:
-    """Cut at other places, contents otherwise equal."""
-    if len(a) != len(b):
-        return False
-    contents = [(str(x.get("content")), str(y.get("content"))) for x, y in zip(a, b, strict=True)]
-    return all(x.startswith(y) or y.startswith(x) for x, y in contents)
-
-
 def _reason(t: Trajectory) -> str:
     return t.stop_reason.value + (f" ({t.cause})" if t.cause and t.status is Status.FAILED else "")
 
@@ -349,7 +282,3 @@ def _cause_of_end(enders: Sequence[StopReason]) -> str:
     if StopReason.REWARD_FAILURE in enders:
         return "reward"
     return "tool result" if StopReason.TOOL_FAILURE in enders else "env"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(_json(value), ensure_ascii=False)

@@ -18,9 +18,9 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.images import Placed
 from agentrl.render.context import ContextPolicy, ContextView
 from agentrl.render.template import strip_control
-from agentrl.replay.compare import first_unlike
 from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox, Rewrite, is_stateful
 from agentrl.replay.run import spec_of
+from agentrl.replay.values import first_unlike
 from agentrl.seeds import derive_seed
 from agentrl.tool import ToolSpec
 from agentrl.toolbox import Toolbox
