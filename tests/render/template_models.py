@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
-from utterances import WRITERS, Calls, json_text
+from utterances import WRITERS, Calls
 
 from agentrl.render import Renderer, Tokenizer, make_renderer
 
@@ -121,12 +121,7 @@ def _v3(name: str, query: str) -> str:
 
 
 def _v31(name: str, query: str) -> str:
-    return _v31_calls([(name, {"query": query})])
-
-
-def _v31_calls(calls: Calls) -> str:
-    inside = "".join(f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json_text(a)}<｜tool▁call▁end｜>" for n, a in calls)
-    return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
+    return WRITERS["deepseek_v31"]([(name, {"query": query})])
 
 
 def _kimi(name: str, query: str) -> str:
@@ -181,7 +176,7 @@ MODELS: tuple[Model, ...] = (
           reads="enable_thinking", roles=_NO_SYSTEM),
     Model("deepseek", "deepseekv3", _DEEPSEEK, _THINK, call=_v3, calls=WRITERS["deepseek_v3"], say=lambda t: f"so</think>{t}",
           think=lambda t: f"{t}</think>", **_DS),
-    Model("deepseek_v31", "./deepseek_v31", _DEEPSEEK, _THINK, call=_v31, calls=_v31_calls, think=lambda t: f"{t}</think>",
+    Model("deepseek_v31", "./deepseek_v31", _DEEPSEEK, _THINK, call=_v31, calls=WRITERS["deepseek_v31"], think=lambda t: f"{t}</think>",
           reads="enable_thinking", family="deepseek", **_DS),
     Model("kimi_k2", "./kimi_k2", _KIMI, _KIMI_TAGS, bos="[BOS]", eos="[EOS]", end="<|im_end|>", call=_kimi, calls=WRITERS["kimi_k2"]),
     Model("kimi_k2_thinking", "./kimi_k2_thinking", _KIMI, f"{_KIMI_TAGS} {_THINK}", bos="[BOS]", eos="[EOS]", end="<|im_end|>",
@@ -198,7 +193,8 @@ MODELS: tuple[Model, ...] = (
 BY_NAME = {m.name: m for m in MODELS}
 
 
-def _data_file(package: str, *parts: str) -> Path:
+def data_file(package: str, *parts: str) -> Path:
+    """A file of a test-only package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         pytest.skip(f"needs the test-only package {package}")
@@ -209,14 +205,14 @@ def template_source(model: Model) -> str:
     """The family's chat template."""
     if model.template.startswith("./"):
         return (HERE / "templates" / f"{model.template[2:]}.jinja").read_text(encoding="utf-8")
-    return _data_file("trl", "chat_templates", f"{model.template}.jinja").read_text(encoding="utf-8")
+    return data_file("trl", "chat_templates", f"{model.template}.jinja").read_text(encoding="utf-8")
 
 
 @cache
 def vocabulary(size: int | None) -> tokenizers.Tokenizer:
     """Byte-level BPE of the first `size` ranks of Qwen's vocabulary (None: all), without added tokens."""
     ranks: dict[bytes, int] = {}
-    for line in _data_file("dashscope", "resources", "qwen.tiktoken").read_bytes().splitlines():
+    for line in data_file("dashscope", "resources", "qwen.tiktoken").read_bytes().splitlines():
         if line.strip():
             token, rank = line.split()
             if size is None or int(rank) < size:

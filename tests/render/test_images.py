@@ -5,7 +5,7 @@ import io
 
 import numpy as np
 import pytest
-from template_models import Model, _data_file, tokenizer
+from template_models import Model, data_file, tokenizer
 
 from agentrl.errors import ContractError, TemplateError
 from agentrl.images import images_in
@@ -27,7 +27,7 @@ def processor():
 @pytest.fixture(scope="module")
 def renderer(processor):
     base = tokenizer("chatml")
-    template = _data_file("trl", "chat_templates", "qwen2_5_vl.jinja").read_text()
+    template = data_file("trl", "chat_templates", "qwen2_5_vl.jinja").read_text()
     t = Tokenizer(base.backend, chat_template=template, special=base.special)
     return make_renderer(t, images=Images(processor, t.added["<|image_pad|>"]))
 

@@ -6,7 +6,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from utterances import WRITERS, utterances
+from utterances import WRITERS, format_of, utterances
 
 from agentrl.render import FORMATS
 from agentrl.types import Action, FinishReason, ParseError, ToolCall
@@ -20,14 +20,14 @@ MARKERS = (
     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.f:0", "<|channel|>analysis", "<|channel|>commentary to=functions.f",
     "<|channel|>final", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>", "{", "}", "[", "]", '"', "\\",
     '{"name": "f", "arguments": {"q": "x"}}', '{"name": "f"', '"arguments"', ":", ",", ";", "null", "5", "[]", "f(x=1)",
-    "\ud800", "\\ud800", "\x00", "\n", "NaN", "1e999",
+    "\ud800", "\\ud800", "\x00", "\n", "NaN", "1e999", "[f(", ")]", "x=", "{1, 2}", "b'x'", "1j", "**", "...", "(1,)", "f'{x}'",
 )  # fmt: skip
 soup = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(max_size=8)), max_size=10).map("".join)
 
 
 def total(name, text, finish, max_calls=4):
     """What must hold for any text."""
-    action = FORMATS[name].parse(text, finish, max_calls)
+    action = FORMATS[format_of(name)].parse(text, finish, max_calls)
     assert isinstance(action, Action)
     assert action.text == text
     assert len(action.calls) <= max_calls
@@ -58,7 +58,7 @@ def mutated(draw):
 
 def check_any(name, text, finish, cuts):
     action = total(name, text, finish)
-    parser = FORMATS[name].parser(4)
+    parser = FORMATS[format_of(name)].parser(4)
     places = sorted({min(c, len(text)) for c in cuts})
     for a, b in zip([0, *places], [*places, len(text)], strict=True):
         parser.feed(text[a:b])
@@ -95,17 +95,31 @@ def test_any_mutation_in_full(mutation, finish, cuts):
     check_any(*mutation, finish, cuts)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_valid_call_is_found(name):
-    @settings(max_examples=100)
-    @given(utterances(name))
-    def check(utterance):
+def every_valid_call_is_found(name, examples):
+    @settings(max_examples=examples)
+    @given(utterances(name), st.integers(1, 400))
+    def check(utterance, step):
         text, expected = utterance
         action = total(name, text, FinishReason.STOP, 8)
         assert [(c.name, c.arguments) for c in action.calls] == expected
         assert not action.errors
+        parser = FORMATS[format_of(name)].parser(8)
+        for at in range(0, len(text), step):
+            parser.feed(text[at : at + step])
+        assert parser.finish(FinishReason.STOP) == action
 
     check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_valid_call_is_found(name):
+    every_valid_call_is_found(name, 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_every_valid_call_is_found_in_full(name):
+    every_valid_call_is_found(name, 2_000)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("pythonic", "gpt_oss")])
@@ -259,7 +273,7 @@ class TestSurplus:
     def test_surplus_calls_are_errors_and_the_text_is_whole(self, name):
         calls = [("search", {"query": string.ascii_lowercase[i]}) for i in range(5)]
         text = WRITERS[name](calls)
-        action = FORMATS[name].parse(text, FinishReason.STOP, 2)
+        action = FORMATS[format_of(name)].parse(text, FinishReason.STOP, 2)
         assert [(c.name, c.arguments) for c in action.calls] == calls[:2]
         assert [e.kind for e in action.errors] == ["surplus"] * 3
         assert action.text == text

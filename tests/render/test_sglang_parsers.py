@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sglang_detectors import DETECTORS
-from utterances import WRITERS
+from utterances import WRITERS, format_of
 
 from agentrl.engine.sglang_install import find_installation
 from agentrl.errors import ConfigError
@@ -69,5 +69,5 @@ def test_the_same_calls(name, theirs):
     utterances = said(name)
     assert len(utterances) == len(theirs[name]) >= 100
     for (calls, text), found in zip(utterances, theirs[name], strict=True):
-        ours = [(c.name, c.arguments) for c in FORMATS[name].parse(text, FinishReason.STOP, 8).calls]
+        ours = [(c.name, c.arguments) for c in FORMATS[format_of(name)].parse(text, FinishReason.STOP, 8).calls]
         assert ours == [tuple(c) for c in found] == calls, text

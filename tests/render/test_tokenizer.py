@@ -67,13 +67,15 @@ def test_the_fast_encoder_over_the_whole_plane():
         assert fast.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.fixture(scope="module")
+def both():
+    """Qwen's whole vocabulary, and the fast encoder of it."""
+    return vocabulary(None), FastEncoder.build(vocabulary(None))
+
+
 @pytest.mark.full
 class TestTheRealVocabulary:
     """Qwen's, all of it: the fast encoder and decoder give the tokenizer's own."""
-
-    @pytest.fixture(scope="class")
-    def both(self):
-        return vocabulary(None), FastEncoder.build(vocabulary(None))
 
     def test_every_token_of_it(self, both):
         """The text of each token, alone and in company."""

@@ -44,6 +44,15 @@ def _deepseek(calls: Calls) -> str:
     return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
 
 
+def _glm47(calls: Calls) -> str:
+    return _glm(calls).replace("\n<", "<")
+
+
+def _v31(calls: Calls) -> str:
+    inside = "".join(f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json_text(a)}<｜tool▁call▁end｜>" for n, a in calls)
+    return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
+
+
 def _kimi(calls: Calls) -> str:
     inside = "".join(
         f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{json_text(a)}<|tool_call_end|>"
@@ -56,6 +65,10 @@ def _mistral(calls: Calls) -> str:
     return "[TOOL_CALLS]" + json_text(
         [{"name": n, "arguments": a, "id": f"abcdefgh{i}"} for i, (n, a) in enumerate(calls)]
     )
+
+
+def _named(calls: Calls) -> str:
+    return "".join(f"[TOOL_CALLS]{n}[ARGS]{json_text(a)}" for n, a in calls)
 
 
 def _llama(calls: Calls) -> str:
@@ -78,10 +91,19 @@ def _tags(calls: Calls) -> str:
 
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "hermes": _hermes, "qwen3_coder": _xml, "glm4": _glm, "deepseek_v3": _deepseek, "kimi_k2": _kimi, "mistral": _mistral, "llama3": _llama,
-    "gpt_oss": _harmony, "pythonic": _pythonic, "search_r1": _tags,
+    "gpt_oss": _harmony, "pythonic": _pythonic, "search_r1": _tags, "glm47": _glm47, "deepseek_v31": _v31, "mistral_named": _named,
 }  # fmt: skip
-TEXT_ONLY = ("qwen3_coder", "glm4")
+_ALSO = {"glm47": "glm4", "deepseek_v31": "deepseek_v3", "mistral_named": "mistral"}
+"""other ways of writing calls that a format reads"""
+TEXT_ONLY = ("qwen3_coder", "glm4", "glm47")
 """formats whose values are text"""
+
+
+def format_of(name: str) -> str:
+    """The format that reads what a writer writes."""
+    return _ALSO.get(name, name)
+
+
 _letters = st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"), exclude_characters="<>[]`｜|")
 _names = st.from_regex(r"[a-z][a-z0-9_]{0,4}", fullmatch=True)
 _leaves = st.one_of(st.text(_letters, max_size=8), st.integers(-1000, 1000), st.booleans(), st.none())

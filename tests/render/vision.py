@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from template_models import _data_file, tokenizer
+from template_models import data_file, tokenizer
 
 from agentrl.engine.base import Generation
 from agentrl.images import Placed
@@ -28,7 +28,7 @@ def picture(width=100, height=60, seed=0):
 
 def make_tokenizer(template="qwen3_vl"):
     base = tokenizer("chatml")
-    text = _data_file("trl", "chat_templates", f"{template}.jinja").read_text()
+    text = data_file("trl", "chat_templates", f"{template}.jinja").read_text()
     return Tokenizer(base.backend, chat_template=text, special=base.special)
 
 
