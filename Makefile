@@ -79,7 +79,7 @@ fmt: setup ## let ruff put right what it can
 type: setup ## mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## benchmarks on this machine: the local engine, rendering, recording
+bench: setup ## benchmarks on this machine: the local engine, rendering, recording, replay
 	@$(BIN)/python benchmarks/local_engine.py $(ARGS)
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/recording.py

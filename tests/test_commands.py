@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
 import zlib
 from pathlib import Path
 
@@ -209,6 +214,27 @@ def test_a_writer_that_is_gone_writes_no_more(tmp_path):
     assert Recording(tmp_path).being_written
     del writer
     assert not Recording(tmp_path).being_written
+
+
+# -- view ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_view_opens_answers_and_ends(ready, sign):
+    path, _, _ = ready
+    command = [sys.executable, "-m", "agentrl.cli", "view", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        url = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline()).group()
+        with urllib.request.urlopen(url) as answer:
+            assert b"<title>agentrl</title>" in answer.read()
+        with urllib.request.urlopen(f"{url}api/run") as answer:
+            assert json.load(answer)["state"]["episodes"] == 6
+        with urllib.request.urlopen(f"{url}api/episode?id=2-0") as answer:
+            assert "".join(json.load(answer)["segments"][0]["text"]).startswith("<|im_start|>user")
+        server.send_signal(sign)
+        assert server.wait(30) == 0
+        assert server.stderr.read() == ""
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

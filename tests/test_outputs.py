@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import shutil
 
+import numpy as np
 from doubles import FakeEngine, call, groups_of, make_runner
+from safetensors.numpy import save_file
 
 from agentrl import ToolEnv, tool
 from agentrl.cli import main
@@ -96,14 +99,16 @@ async def test_a_replay_says_where_in_the_whole_output_it_differs(hermes, tmp_pa
 
 
 def test_the_flags_through_a_whole_job(tokenizer_dir, tmp_path, monkeypatch):
-    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    save_file({"x": np.ones(1, np.float32)}, folder / "model.safetensors")
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "read", "label": ""}) + "\n")
     monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, SCRIPT))
     flags = {
         "env": f"{__file__}:Pages",
         "prompt-data": data,
-        "hf-checkpoint": tokenizer_dir,
+        "hf-checkpoint": folder,
         "run": tmp_path / "run",
         "num-rollout": 1,
     }

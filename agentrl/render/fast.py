@@ -83,7 +83,8 @@ class FastEncoder:
     """Ids of content, word by word, from a cache."""
 
     def __init__(self, plain: tokenizers.Tokenizer, pattern: Any) -> None:
-        self._plain = plain
+        self._tokenize = plain.model.tokenize
+        self._letters = list(map(_letters().__getitem__, range(256)))
         self._findall = pattern.findall
         self._normalize = plain.normalizer.normalize_str if plain.normalizer is not None else None
         self._split = plain.pre_tokenizer.pre_tokenize_str
@@ -126,12 +127,17 @@ class FastEncoder:
         return list(chain.from_iterable(known))  # type: ignore[arg-type]
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
-        ids = tuple(self._plain.encode(word, add_special_tokens=False).ids)
+        ids = self._new(word)
         if len(self._words) >= _MAX_WORDS:
             self._words.clear()
         if len(word) <= 64:
             self._words[word] = ids
         return ids
+
+    def _new(self, word: str) -> tuple[int, ...]:
+        """The ids of a word: its bytes, written as letters, merged by the model alone, which takes half the time of `encode`."""
+        letters = "".join([self._letters[b] for b in word.encode()])
+        return tuple([token.id for token in self._tokenize(letters)])
 
     def _quicker(self, source: str) -> Any:
         """The pattern for the standard library's `re`, which is twice as fast on ASCII; None unless all of ASCII is cut as it should be."""

@@ -85,7 +85,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         except web.HTTPException as e:
             response = _problem(e.status, e.reason)
         except StoreError as e:
-            response = _problem(404, str(e))
+            response = _problem(200, str(e))  # an answer: of another status a browser complains on its console
         except (AgentRLError, ValueError, KeyError) as e:
             response = _problem(500, f"{type(e).__name__}: {e}")
     response.headers.update(HEADERS)

@@ -91,9 +91,9 @@ def specs(episodes: int, first: int = 0) -> list[list[EpisodeSpec]]:
 
 
 async def run(
-    address: str, episodes: int, turns: int, concurrency: int, *, renderer: Renderer | None = None
+    address: str, episodes: int, turns: int, concurrency: int, *, renderer: Renderer | None = None, record: bool = True
 ) -> dict[str, Any]:
-    """All episodes, measured; then the record is read and every token compared."""
+    """All episodes, measured; then the record (unless there is to be none) is read and every token compared."""
     folder = Path(tempfile.mkdtemp())
     runner = make_runner(address, renderer or make_agent_renderer(), turns)
     await runner.engine.start()
@@ -101,7 +101,7 @@ async def run(
     await rollout.run(specs(1, first=1 << 20))  # warm
     writer = EpisodeWriter(folder)
     METER.start(episodes)
-    groups, table = await rollout.run(specs(episodes), progress=writer.write)
+    groups, table = await rollout.run(specs(episodes), progress=writer.write if record else None)
     writer.close()
     found = METER.stop(turns)
     await runner.engine.close()

@@ -20,6 +20,8 @@ WHOLE = ("chatml", "qwen3_coder", "kimi_k2", "mistral", "gemma3")
 """families whose template never rewrites what was said: the whole stream equals the template's rendering"""
 
 
+QWEN = ("chatml", "qwen3")
+"""families whose vocabulary is here in whole"""
 LEFT_OUT = "the template leaves content out"
 IN_THE_MIDDLE = {
     "deepseek": LEFT_OUT, "deepseek_v31": LEFT_OUT, "gpt_oss": LEFT_OUT, "glm4": LEFT_OUT, "qwen3_5": "must be at the beginning",
@@ -36,11 +38,11 @@ def why(name, turn, tools):
     return "moves its list of tools" if name == "mistral" and tools and not turn.calls else None
 
 
-def agrees(name: str, seed: int) -> None:
+def agrees(name: str, seed: int, size: int | None = 6000) -> None:
     """The first prompt, every delta and every new segment are what the family's template renders of the same conversation."""
     model = BY_NAME[name]
     talk = conversation(model, seed)
-    ours = renderer(name, now=NOW, **talk.options)
+    ours = renderer(name, size, now=NOW, **talk.options)
     counted = ours.new_segments.copy()
 
     def theirs(messages):
@@ -95,6 +97,14 @@ def test_the_template_says_the_same(name):
 def test_the_template_says_the_same_in_full(name):
     for seed in range(FAST, FULL):
         agrees(name, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", QWEN)
+def test_the_template_says_the_same_with_the_real_vocabulary(name):
+    assert renderer(name, None).tokenizer.is_fast
+    for seed in range(FULL):
+        agrees(name, seed, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

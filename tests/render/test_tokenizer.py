@@ -67,6 +67,47 @@ def test_the_fast_encoder_over_the_whole_plane():
         assert fast.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.full
+class TestTheRealVocabulary:
+    """Qwen's, all of it: the fast encoder and decoder give the tokenizer's own."""
+
+    @pytest.fixture(scope="class")
+    def both(self):
+        return vocabulary(None), FastEncoder.build(vocabulary(None))
+
+    def test_every_token_of_it(self, both):
+        """The text of each token, alone and in company."""
+        plain, fast = both
+        decoder = FastDecoder.build(plain)
+        n = plain.get_vocab_size()
+        assert n > 150_000
+        for i in range(n):
+            text = plain.decode([i], skip_special_tokens=False)
+            assert decoder.decode([i]) == text
+            if "\ufffd" not in text:
+                for company in (text, f"a{text}b", f" {text}\n{text}"):
+                    assert fast.encode(company) in (None, plain.encode(company, add_special_tokens=False).ids), text
+
+    def test_every_character(self, both):
+        """Of all planes that have any, in the company of letters, digits, spaces and itself."""
+        plain, fast = both
+        refused = 0
+        for start in (*range(0, 0x34000, 0x80), *range(0xE0000, 0xE0200, 0x80), *range(0xF0000, 0xF0200, 0x80)):
+            chars = [chr(c) for c in range(start, start + 0x80) if not 0xD800 <= c < 0xE000]
+            text = "".join(f"a{c}b {c}1{c}{c}\n" for c in chars)
+            ids = fast.encode(text)
+            refused += ids is None
+            assert ids in (None, plain.encode(text, add_special_tokens=False).ids), hex(start)
+        assert refused < 0x34000 / 0x80 / 4
+
+    @settings(max_examples=5_000)
+    @given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from((*TOKEN_TEXTS, "'s", "'LL", "\r\n", "  ", "\u00a0", "１２", "e\u0301"))))
+           .map("".join))  # fmt: skip
+    def test_any_text(self, both, text):
+        plain, fast = both
+        assert fast.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
+
+
 @pytest.mark.parametrize("change", [
     lambda t: setattr(t, "normalizer", normalizers.NFKC()),
     lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),

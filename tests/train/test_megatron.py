@@ -84,6 +84,8 @@ def test_a_layout_equals_transformers(tmp_path, kind, settings, world, micro_bat
     }
     vocab = kind.get("vocab", 96)
     with start(model, tmp_path, **options) as trainer:
+        shards = settings["tensor_model_parallel_size"] if settings.get("sequence_parallel") else 1
+        assert trainer.multiple == shards * (16 if torch.cuda.is_available() else 1)
         for temperature in (1.0, 0.7):
             hf, rows = hf_model(model), make_rows(model, temperature=temperature, vocab=vocab)
             check_log_probs(trainer, hf, rows)

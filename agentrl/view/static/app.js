@@ -14,9 +14,12 @@
     const params = new URLSearchParams(Object.entries(query || {}).filter(([, v]) => v !== "" && v !== null && v !== undefined));
     const answer = await fetch(`api/${path}${params.size ? `?${params}` : ""}`);
     const value = await answer.json();
-    if (!answer.ok) throw new Error(value.error || `status ${answer.status}`);
+    if (!answer.ok || value.error) throw new Error(value.error || `status ${answer.status}`);
     return value;
   }
+
+  // Noted once what was drawn is on the screen.
+  const painted = (name) => requestAnimationFrame(() => setTimeout(() => performance.mark(`${name}-painted`)));
 
   const problem = (e) => h("p", { class: "error" }, AR.visible(e.message || e));
 
@@ -101,6 +104,7 @@
     );
     [...main.childNodes].forEach((n) => n.nodeType === Node.TEXT_NODE && n.remove());
     page = { name: "run", refresh: showRun };
+    painted("run");
   }
 
   // -- the list ----------------------------------------------------------------------------------------------------
@@ -237,7 +241,7 @@
     };
     await reload();
     body.focus({ preventScroll: true });
-    performance.mark("list-painted");
+    painted("list");
   }
 
   // -- one episode -------------------------------------------------------------------------------------------------
