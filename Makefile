@@ -17,7 +17,7 @@ export UV_FIND_LINKS ?= $(subst $(eval) ,$(comma),$(PIP_FIND_LINKS))
 export MPLBACKEND ?= Agg
 comma := ,
 
-.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type bench bench-train clean
+.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type bench bench-train bench-overhead clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12

@@ -45,7 +45,7 @@ class ModelSettings:
     hf_checkpoint: str = "search_r1_3m"
     """a model folder in Hugging Face layout, a hub id, or the name of an embedded model (`search_r1_3m`)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the trainer's and the local engine's weights (bfloat16 keeps fp32 master weights)"""
+    """of the trainer's weights (bfloat16 keeps fp32 master weights) and of SGLang's; the local engine always computes in float32"""
     template_args: dict[str, Any] = field(default_factory=dict)
     """passed to the chat template, e.g. enable_thinking = false"""
 

@@ -121,7 +121,11 @@ class EpisodeRunner:
         """of its own, so that closing goes on when every other call hangs"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
-        """Play, score and close. Failures come back as the trajectory's stop reason; only a cancel is raised."""
+        """Play, score and close. Failures come back as the trajectory's stop reason; raised are only a cancel and what no retry mends.
+
+        Raises:
+            UsageError: user code broke its contract, or the settings cannot work.
+        """
         episode = Episode(self, spec)
         started = time.perf_counter()
         try:

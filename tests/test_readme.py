@@ -21,7 +21,7 @@ def example(tmp_path):
 def test_it_is_short(tmp_path):
     env = example(tmp_path)
     body = Path(__import__("sys").modules[env.__module__].__file__).read_text()
-    assert sum(bool(line.strip()) for line in body.splitlines()) <= 36
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= 25
 
 
 async def test_it_keeps_the_contract(tmp_path):

@@ -1,8 +1,8 @@
-"""How the embedded policy was made: scripted episodes, recorded by the ordinary runner, then `agentrl sft`.
+"""How the embedded policy was made: scripted episodes, recorded by the ordinary runner, then `agentrl sft` (minutes on a GPU).
 
-    python examples/search_r1/warmup.py init START                        # a tokenizer and a random 3.7M-parameter Qwen3
-    python examples/search_r1/warmup.py record EPISODES --model START --episodes 128000 --processes 14
-    agentrl sft EPISODES/* --config examples/search_r1/warmup.toml --hf-checkpoint START --run RUN     # minutes on a GPU; weights in RUN/hf
+    python examples/search_r1/warmup.py init START
+    python examples/search_r1/warmup.py record EPISODES --model START --episodes 128000 --processes 15
+    agentrl sft EPISODES/* --config examples/search_r1/warmup.toml --hf-checkpoint START --run RUN --dtype bfloat16    # weights in RUN/hf
 
 The demonstrator knows the format and copies exactly, but searches with care only some of the time: otherwise it types the words of the
 question, also where the question takes two searches, and gives up with 'unknown' when that finds nothing. In 80 % of the episodes the

@@ -141,3 +141,28 @@ def test_a_finished_run_goes_on_with_more_rollouts(tmp_path, whole):
     assert not list(run.glob(".*"))
     assert "num_rollout = 3" in (run / "config.toml").read_text()
     assert orjson.loads((run / "summary.json").read_bytes())["steps"] == 3
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_from_the_command_line(tmp_path):
+    """Two ranks, started by the command itself, share a step; the engine takes the weights that they make together."""
+    run = tmp_path / "run"
+    words = [
+        *WORDS,
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "6",
+        "--eval-interval",
+        "0",
+        "--tensor-model-parallel-size",
+        "2",
+    ]
+    done = drive("never", 0, "--env", "search_r1", "--run", str(run), *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(p.name for p in (run / "trainer").iterdir()) == ["rank0.log", "rank1.log"]
+    (row,) = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    assert row["train/steps"] == row["policy_version"] == 1
+    assert row["train/grad_norm"] > 0
+    assert row["train/rollout_log_prob_diff_max"] < 1e-4
+    assert orjson.loads((run / "summary.json").read_bytes())["steps"] == 1
