@@ -24,6 +24,7 @@ class GlmFormat(BlockFormat):
     name: str = "glm4"
     open: str = "<tool_call>"
     close: str | None = "</tool_call>"
+    own: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def read(self, body: str) -> list[Read]:
         """One call per block."""

@@ -18,6 +18,7 @@ class HermesFormat(BlockFormat):
     name: str = "hermes"
     open: str = "<tool_call>"
     close: str | None = "</tool_call>"
+    own: tuple[str, ...] = ("<tool_call>", "</tool_call>")
 
     def read(self, body: str) -> list[Read]:
         """One call per block."""

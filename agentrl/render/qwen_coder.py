@@ -25,6 +25,7 @@ class QwenCoderFormat(BlockFormat):
     name: str = "qwen3_coder"
     open: str = "<tool_call>"
     close: str | None = "</tool_call>"
+    own: tuple[str, ...] = ("<tool_call>", "</tool_call>")
 
     def read(self, body: str) -> list[Read]:
         """One call or more per block."""
