@@ -140,7 +140,7 @@ def test_a_finished_run_goes_on_with_more_rollouts(tmp_path, whole):
     assert state(run)[2] != before
     assert not list(run.glob(".*"))
     assert "num_rollout = 3" in (run / "config.toml").read_text()
-    assert orjson.loads((run / "summary.json").read_bytes())["steps"] == 3
+    assert orjson.loads((run / "summary.json").read_bytes())["rollouts"] == 3
 
 
 @pytest.mark.slow
