@@ -3,12 +3,13 @@
 CPU time of the runner's process per turn, of the same episodes with and without the record, everything on (renderer with the whole Qwen
 vocabulary, Hermes tool calls, a tool that returns about 100 tokens, 64 sampled tokens a turn, masks, log-probs, versions, a reward):
 
-- over HTTP: the runner of benchmarks/overhead against its mock engine, in a process of its own, as a run has it. This is what the bound
-  speaks of: 10 % of the runner's CPU per turn, by the median of the rounds' ratios.
+- over HTTP: the runner of benchmarks/overhead against its mock engine, in a process of its own, as a run has it.
 - no transport: over the scripted engine, where the runner's own cost is at its smallest and so the record's share at its largest.
 
 Rounds with and without alternate; told are the least of each (other work on the machine only adds) and the medians. After each round the
-record is read back and compared. Exit status 1 above the bound.
+record is read back and compared. Rounds over HTTP scatter by more than the record costs, so the bound, 10 % of the runner's CPU per turn,
+is held against the difference of the medians without transport (the same records, written by the same code), as a part of the median
+over HTTP without the record. Exit status 1 above it.
 """
 
 from __future__ import annotations
@@ -153,6 +154,18 @@ def summary(kind: str, turns: int, rounds: Rounds) -> dict[str, Any]:
     }
 
 
+def verdict(rows: list[dict[str, Any]]) -> tuple[str, bool]:
+    """The sentence, and whether the bound is kept."""
+    whole = {r["turns"]: r["off_ms"]["median"] for r in rows if r["runner"] == HTTP}
+    bare = {r["turns"]: r["on_ms"]["median"] - r["off_ms"]["median"] for r in rows if r["runner"] != HTTP}
+    told = ", ".join(
+        f"{bare[t]:.3f} of {whole[t]:.3f} ms at {t} turns: **{bare[t] / whole[t]:.1%}**" for t in sorted(whole)
+    )
+    return f"The record's part of the runner's CPU a turn: {told} (at most {MOST_SHARE:.0%}).", all(
+        bare[t] <= MOST_SHARE * whole[t] for t in whole
+    )
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| runner | turns | CPU ms/turn without: least, median | with | the record's share: of the least, median |"
@@ -179,8 +192,7 @@ def main() -> int:
         for turns in args.turns
     ]
     print(json.dumps(rows) if args.json else table(rows))
-    over = any(r["share"]["median"] > MOST_SHARE for r in rows if r["runner"] == HTTP)
-    said = f"Over HTTP the record takes {'MORE THAN' if over else 'less than'} {MOST_SHARE:.0%} of the runner's CPU a turn."
+    said, kept = verdict(rows)
     print(said, file=sys.stderr)
     if args.write:
         when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M+00:00")
@@ -188,7 +200,7 @@ def main() -> int:
         about = f"{when}, `python benchmarks/recording.py --write`, {where}; {args.episodes} episodes, {args.rounds} rounds."
         RESULTS.write_text("\n\n".join(["# What the record costs", about, said, table(rows)]) + "\n")
         RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    return int(over)
+    return int(not kept)
 
 
 if __name__ == "__main__":
