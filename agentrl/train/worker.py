@@ -8,6 +8,7 @@ whatever it is doing.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -112,16 +113,23 @@ def _watch_parent(parent: int) -> None:
     """End at once when the controller is gone: a rank may be deep in a collective that never returns."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    os._exit(1)
+    _leave()
+
+
+def _leave() -> None:
+    """End, and with us what we started: megatron keeps a process that writes checkpoints, which would stay for ever. A rank leads a group."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)  # process groups of torch are not torn down politely: the other ranks may be gone
 
 
 def main(argv: list[str]) -> None:
     """Serve on the inherited file descriptor argv[1], as the child of process argv[2]."""
     threading.Thread(target=_watch_parent, args=(int(argv[2]),), daemon=True).start()
     serve(Connection(int(argv[1])))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # process groups are not torn down politely: the other ranks may be gone
+    _leave()
 
 
 if __name__ == "__main__":
