@@ -37,7 +37,7 @@ class Bucket:
         self._sources.append(tensor)
         self._targets.append(self.flat[self.used : end].view(tensor.dtype).view(tensor.shape))
         self.names.append(name)
-        self.dtypes.append(_NAMES[tensor.dtype])
+        self.dtypes.append(str(tensor.dtype).removeprefix("torch."))
         self.shapes.append(shape)
         self.used = end
 
@@ -57,14 +57,6 @@ class Bucket:
         return self.flat[: self.used]
 
 
-class Names(dict[torch.dtype, str]):
-    """torch's names of dtypes, as JSON and getattr(torch, …) take them."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
-
-
-_NAMES = Names()
 FIRST = 8
 """the first bucket is so many times smaller: the receiver has something to do while the second is packed"""
 

@@ -103,7 +103,7 @@ def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: Layout) -> list
     """The inverse of `to_megatron`, from the shards of all tensor-parallel ranks in order.
 
     Of a single shard they are views. What is cut out of a joined q, k, v keeps the key-value heads as a dimension of its own, in
-    front; `whole` gives every tensor the shape it has in a Hugging Face folder.
+    front; `final_shape` is the shape that a tensor has in a Hugging Face folder.
     """
     if kind == "copy":
         return [shards[0]]
@@ -118,9 +118,10 @@ def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: Layout) -> list
     return list(full.view(layout.groups, (q + 2) * d, *full.shape[1:]).split([q * d, d, d], 1))
 
 
-def whole(tensor: Tensor, kind: str) -> Tensor:
-    """A tensor of `to_hugging_face` in its final shape."""
-    return tensor.flatten(0, 1) if kind == "qkv" else tensor
+def final_shape(tensor: Tensor, kind: str) -> list[int]:
+    """Of a tensor of `to_hugging_face`."""
+    first, *rest = tensor.shape
+    return [first * rest[0], *rest[1:]] if kind == "qkv" else [first, *rest]
 
 
 def _join(shards: Sequence[Tensor], dimension: int = 0) -> Tensor:
@@ -179,15 +180,15 @@ def gather(
 
     `value` says what to take of a parameter: itself, or its gradient. A tied output layer is left out where the embedding is written.
     """
-    for where, name, tensor in gather_parts(model, layout, group, value):
-        yield name, whole(tensor, where.kind)
+    for name, tensor, shape in gather_views(model, layout, group, value):
+        yield name, tensor.reshape(shape)
 
 
 @torch.no_grad()
-def gather_parts(
+def gather_views(
     model: Any, layout: Layout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
-) -> Iterator[tuple[Source, str, Tensor]]:
-    """`gather` without the last step, `whole`: without tensor parallelism nothing is copied."""
+) -> Iterator[tuple[str, Tensor, list[int]]]:
+    """`gather` before tensors take their final shape, which comes with them: without tensor parallelism nothing is copied."""
     for name, parameter in named_parameters(model):
         if name == "output_layer.weight" and layout.tied:
             continue
@@ -198,4 +199,4 @@ def gather_parts(
             shards = [torch.empty_like(mine) for _ in range(group.size())]
             torch.distributed.all_gather(shards, mine, group=group)
         for target, tensor in zip(where.names, to_hugging_face(shards, where.kind, layout), strict=True):
-            yield where, target, tensor
+            yield target, tensor, final_shape(tensor, where.kind)

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from agentrl.train.buckets import Bucket, buckets, serialise
-from agentrl.train.convert import gather, gather_parts
+from agentrl.train.convert import gather_views
 from agentrl.train.delivery import Sent, Target
 from agentrl.train.fused import checksums
 from agentrl.train.model import Built
@@ -57,8 +57,7 @@ class Sender:
         places = [p.data.untyped_storage()._cdata for p in built.model.parameters()]
         if self._views and self._places == places:
             return self._views
-        parts = gather_parts(built.model, built.layout, group, lambda p: p.data)
-        found = ((name, t, _shape(t, where.kind)) for where, name, t in parts)
+        found = gather_views(built.model, built.layout, group, lambda p: p.data)
         if group.size() > 1:
             return found
         views, stay = list(found), set(places)
@@ -70,8 +69,7 @@ class Sender:
         """A checksum of every parameter under the names, and in the joined form, in which a server has them."""
         if self.copy:
             return None
-        group = parallel_state.get_tensor_model_parallel_group()
-        tensors = gather(self.built.model, self.built.layout, group, lambda p: p.data)
+        tensors = ((name, tensor.reshape(shape)) for name, tensor, shape in self._weights())
         found = checksums(tensors, self.built.layout.vocab_size)
         return found if self.speaks else None
 
@@ -183,12 +181,6 @@ class Sender:
         if self.group is not None:
             self.group.close()
         self.group, self.targets = None, []
-
-
-def _shape(tensor: Tensor, kind: str) -> list[int]:
-    """What `whole` makes of it."""
-    first, *rest = tensor.shape
-    return [first * rest[0], *rest[1:]] if kind == "qkv" else [first, *rest]
 
 
 class Courier:

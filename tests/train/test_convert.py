@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from agentrl.errors import ConfigError, DataError  # noqa: E402
-from agentrl.train.convert import Layout, source, to_hugging_face, to_megatron, whole  # noqa: E402
+from agentrl.train.convert import Layout, final_shape, source, to_hugging_face, to_megatron  # noqa: E402
 from agentrl.train.shape import read_shape  # noqa: E402
 
 LAYOUT = Layout(groups=4, queries_per_group=2, head_dim=8, vocab_size=50, padded_vocab_size=52, tied=False)
@@ -23,7 +23,7 @@ def test_there_and_back(kind, world):
     torch.manual_seed(0)
     tensors = [torch.randn(s) for s in SHAPES[kind]]
     shards = [to_megatron(tensors, kind, LAYOUT, r, world) for r in range(world)]
-    back = [whole(t, kind) for t in to_hugging_face(shards, kind, LAYOUT)]
+    back = [t.reshape(final_shape(t, kind)) for t in to_hugging_face(shards, kind, LAYOUT)]
     assert len(back) == len(tensors)
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
     if kind != "copy":
