@@ -52,12 +52,6 @@ class ContextView:
 ContextPolicy = Callable[[ContextView], Sequence[Message] | Awaitable[Sequence[Message] | None] | None]
 
 
-async def managed(policy: ContextPolicy, view: ContextView) -> list[Message] | None:
-    """The new conversation, or None if it stays as it is; see `checked`."""
-    result = policy(view)
-    return checked(await result if inspect.isawaitable(result) else result, view)
-
-
 def checked(messages: Any, view: ContextView) -> list[Message] | None:
     """What a policy returned as the new conversation, or None if it stays as it is.
 
@@ -117,6 +111,15 @@ def resolve_context_policy(name: str | None) -> ContextPolicy | None:
     return cast(ContextPolicy, policy)
 
 
+def _aged(view: ContextView, keep: int, above: float) -> tuple[list[Message], list[Message]] | None:
+    """The messages of the old turns and those of the `keep` newest; None while the context has room, or no turn is old."""
+    turns = view.turns()
+    if view.share < above or len(turns) <= keep:
+        return None
+    old = len(turns) - keep
+    return [m for t in turns[:old] for m in t], [m for t in turns[old:] for m in t]
+
+
 @dataclass(frozen=True)
 class DropOldTurns:
     """Leave out all but the newest turns once the context is so full."""
@@ -128,10 +131,8 @@ class DropOldTurns:
 
     def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """The first prompt and the newest turns."""
-        turns = view.turns()
-        if view.share < self.above or len(turns) <= self.keep:
-            return None
-        return [*view.messages[: view.first], *(m for t in turns[len(turns) - self.keep :] for m in t)]
+        parts = _aged(view, self.keep, self.above)
+        return None if parts is None else [*view.messages[: view.first], *parts[1]]
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,8 @@ class TruncateOldResults:
 
     def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """Every turn, the old ones' results cut."""
-        turns = view.turns()
-        if view.share < self.above or len(turns) <= self.keep:
-            return None
-        old, new = turns[: len(turns) - self.keep], turns[len(turns) - self.keep :]
-        return [*view.messages[: view.first], *(self._cut(m) for t in old for m in t), *(m for t in new for m in t)]
+        parts = _aged(view, self.keep, self.above)
+        return None if parts is None else [*view.messages[: view.first], *map(self._cut, parts[0]), *parts[1]]
 
     def _cut(self, message: Message) -> Message:
         content = message.get("content")
@@ -168,13 +166,12 @@ class Summarise:
 
     async def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """The first prompt with the summary, and the newest turns."""
-        turns = view.turns()
-        if view.share < self.above or len(turns) <= self.keep:
+        parts = _aged(view, self.keep, self.above)
+        if parts is None:
             return None
-        old, new = turns[: len(turns) - self.keep], turns[len(turns) - self.keep :]
-        written = self.write([m for t in old for m in t])
+        written = self.write(parts[0])
         summary = await written if inspect.isawaitable(written) else written
-        return [*_with_note(view.messages[: view.first], summary), *(m for t in new for m in t)]
+        return [*_with_note(view.messages[: view.first], summary), *parts[1]]
 
 
 POLICIES = Registry(

@@ -1,5 +1,6 @@
 """History policies and context management: valid segments, every sampled token trained once."""
 
+import inspect
 import random
 
 import pytest
@@ -9,11 +10,17 @@ from template_models import BY_NAME, MODELS, renderer
 from agentrl.engine.base import Generation
 from agentrl.errors import ContractError
 from agentrl.recorder import Recorder
-from agentrl.render.context import ContextView, DropOldTurns, Summarise, TruncateOldResults, managed
+from agentrl.render.context import ContextView, DropOldTurns, Summarise, TruncateOldResults, checked
 from agentrl.samples import to_samples
 from agentrl.types import FinishReason, Provenance, StopReason, Task, Trajectory
 
 NAMES = [m.name for m in MODELS]
+
+
+async def managed(policy, view):
+    """The new conversation, or None if it stays as it is."""
+    result = policy(view)
+    return checked(await result if inspect.isawaitable(result) else result, view)
 
 
 async def play(name, seed, policy=None, limit=10_000, **options):
