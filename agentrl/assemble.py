@@ -325,7 +325,7 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunn
             fleet,
             temperature=settings["temperature"],
             seed=settings["seed"],
-            keep=settings["keep"] and settings["keep"].write,
+            keep=settings["keep"],
             processes=config.rollout.runner_processes,
         )
 

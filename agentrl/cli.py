@@ -128,9 +128,10 @@ def env_defaults(env: str) -> Layer:
     beside = Path(source).with_suffix(".toml") if source else None
     if not beside or not beside.exists():
         return {}
-    layer, cards = read_toml(beside), len(gpus())
-    if cards and layer.get("actor_num_gpus_per_node", 0) > cards:
-        layer["actor_num_gpus_per_node"] = cards
+    layer = read_toml(beside)
+    ranks = layer.get("actor_num_gpus_per_node", 1)
+    if ranks > 1 and (cards := len(gpus())):
+        layer["actor_num_gpus_per_node"] = min(ranks, cards)
     return layer
 
 

@@ -277,15 +277,14 @@ class Job:
     @asynccontextmanager
     async def _runner(self, temperature: float, seed: int) -> AsyncIterator[Runner]:
         """In this process, or in several."""
-        keep = self.folder.episodes.outputs if self.config.env.keep_whole_outputs else None
+        keep = self.folder.episodes.outputs.write if self.config.env.keep_whole_outputs else None
         if self.processes is not None:
             version = self.policy_version
             settings = {"temperature": temperature, "seed": seed, "policy_version": version, "keep": keep}
             async with self.processes.rollout(settings) as remote:
                 yield remote
             return
-        write = None if keep is None else keep.write
-        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=write)
+        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=keep)
         try:
             yield runner
         finally:

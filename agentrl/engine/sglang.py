@@ -130,11 +130,6 @@ class SGLangEngine:
         return self._facts is not None and self._facts.checksums
 
     @property
-    def in_flight(self) -> int:
-        """Requests that the server has."""
-        return len(self._flights)
-
-    @property
     def context_length(self) -> int:
         """Most tokens of context and generation together."""
         known = [n for n in (self._context_length, self.facts.context_length, _positions(self._model_dir)) if n]

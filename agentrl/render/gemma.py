@@ -18,7 +18,6 @@ from agentrl.render.calls import Read, read_arguments
 from agentrl.render.scan import BlockFormat
 from agentrl.types import Message, ParseError
 
-_FENCED = re.compile(r"\s*```(?:tool_code|python)?\n(.*?)\n?```\s*", re.DOTALL)
 _CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(.*\)\s*\]", re.DOTALL)
 _MAX = 100_000
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu/search_r1.py WORK --out DIR [--model smollm2-135m] [--engine-pythonpath DIR] [--episodes 51200] [--rollouts 60]
 
 Three commands, each left out if its result is in WORK already: record demonstrations, `agentrl sft`, `agentrl train --engine sglang --colocate`.
-Writes DIR/search_r1_gpu.json, .md and .png.
+Writes DIR/search_r1_gpu.json, and beside it the curve, metrics and timings of the runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,9 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sglang_cycle import FLAGS
+
 ROOT = Path(__file__).parents[2]
-SGLANG = {
-    "mem-fraction-static": "0.4",
-    "attention-backend": "triton",
-    "sampling-backend": "pytorch",
-    "grammar-backend": "none",
-    "disable-custom-all-reduce": "true",
-    "disable-prefill-cuda-graph": "true",
-}
 SFT = (
     "--calculate-per-token-loss --sft-batch-size 128 --sft-epochs 1 --lr 3e-4 --lr-warmup-rollouts 30 --lr-decay-style linear "
     "--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 1"
@@ -57,16 +51,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "unpacked"
     return found
-
-
-def engine_version(log: Path) -> str:
-    """What the server says of itself in the run's engine log."""
-    said = [
-        line
-        for line in log.read_text(errors="replace").splitlines()
-        if "sglang" in line.lower() and "version" in line.lower()
-    ]
-    return said[0][:200] if said else ""
 
 
 def main() -> None:
@@ -120,8 +104,8 @@ def main() -> None:
     ]
     if args.engine_pythonpath:
         flags += ["--engine-pythonpath", args.engine_pythonpath]
-    for name, value in SGLANG.items():
-        flags += [f"--sglang-{name}", *([] if value == "true" else [value])]
+    for name, value in {**FLAGS, "mem_fraction_static": 0.4}.items():
+        flags += [f"--sglang-{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     try:
         seconds["train"] = run(agentrl("train", *TRAIN.split(), *flags))
     finally:
@@ -132,7 +116,7 @@ def main() -> None:
 
 
 def write(args: argparse.Namespace, seconds: dict[str, float], summary: dict) -> None:
-    """The results as JSON and as a page."""
+    """The results as JSON."""
     import torch
 
     lines = [json.loads(x) for x in (args.out / "metrics.jsonl").read_text().splitlines()]
