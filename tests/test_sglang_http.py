@@ -15,7 +15,7 @@ from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess, session_members
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
-from agentrl.engine.sglang_install import Installation, check_flags, find_installation
+from agentrl.engine.sglang_install import Installation, check_flags, find_installation, gpus
 from agentrl.engine.sglang_protocol import ServerFacts
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed, as_image
@@ -442,6 +442,18 @@ def test_too_little_memory(installation, monkeypatch):
         check_spec(LaunchSpec(MODEL, "float32", 128), installation)
     with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
         check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+
+
+def test_only_the_visible_cards_count(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\nprintf "GPU-aaaa1, 10, 80000\\nGPU-bbbb2, 20, 80000\\nGPU-cccc3, 30, 80000\\n"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [free for free, _ in gpus()] == [10, 20, 30]
+    for chosen, free in {"2,0": [30, 10], "GPU-bbbb2": [20], "1,9,0": [20], "": [], "-1": []}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert [f for f, _ in gpus()] == free, chosen
 
 
 def test_no_sglang(tmp_path):

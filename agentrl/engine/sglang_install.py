@@ -97,14 +97,30 @@ def find_installation(python: str | None = None, pythonpath: Sequence[str] = ())
 
 
 def gpus() -> list[tuple[int, int]]:
-    """(free, total) MiB of each GPU; empty: none."""
+    """(free, total) MiB of each GPU that this process may use, in CUDA's order; empty: none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    query = [program, "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    query = [program, "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits"]
     said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    rows = [line.split(",") for line in said.stdout.splitlines() if "," in line]
-    return [(int(a), int(b)) for a, b in rows] if said.returncode == 0 else []
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if "," in line]
+    if said.returncode != 0:
+        return []
+    return [(int(free), int(total)) for _, free, total in visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
+def visible(cards: Sequence[list[str]], chosen: str | None) -> list[list[str]]:
+    """The cards (uuid first) that CUDA_VISIBLE_DEVICES leaves: numbers or beginnings of uuids, up to the first that names none."""
+    if chosen is None:
+        return list(cards)
+    found = []
+    for word in (w.strip() for w in chosen.split(",")):
+        number = int(word) if word.isdecimal() else -1
+        card = next((c for n, c in enumerate(cards) if n == number or (len(word) > 4 and c[0].startswith(word))), None)
+        if card is None:
+            break
+        found.append(card)
+    return found
 
 
 def known_flags(installation: Installation) -> set[str]:

@@ -52,7 +52,6 @@ FLAGS = {
     "disable_custom_all_reduce": True,
     "disable_prefill_cuda_graph": True,
 }
-PORTS = (30000, 30001)
 REPEATS = 4
 
 
@@ -84,11 +83,11 @@ class Bench:
 
 def fleet_on(args: argparse.Namespace, number: int) -> Fleet:
     installation = find_installation(sys.executable, [args.engine_pythonpath] if args.engine_pythonpath else [])
-    flags = {**FLAGS, "mem_fraction_static": args.mem_fraction, "port": PORTS[number]}
+    flags = {**FLAGS, "mem_fraction_static": args.mem_fraction, "port": args.port + number}
     spec = LaunchSpec(args.model, "bfloat16", 8192, first_gpu=number, memory_saver=number == 0, args=flags)
     check_spec(spec, installation)
-    address = f"http://127.0.0.1:{PORTS[number]}"
-    command = command_line(spec, installation, 0, PORTS[number])
+    address = f"http://127.0.0.1:{args.port + number}"
+    command = command_line(spec, installation, 0, args.port + number)
     process = ServerProcess(command, installation.environment, args.out / f"engine{number}.log", address)
     return Fleet([Member(SGLangEngine(address, model_dir=args.model, context_length=8192), process)])
 
@@ -305,7 +304,8 @@ async def main() -> None:
     parser.add_argument(
         "--mem-fraction", type=float, default=0.4, help="of the card, for an engine's weights and cache"
     )
-    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512], help="each is measured")
+    parser.add_argument("--port", type=int, default=30000, help="of the first engine")
     parser.add_argument(
         "--sync-only", action="store_true", help="no steps, no turns: for a model whose optimizer has no room"
     )
@@ -347,12 +347,15 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
     if args.probes:
         await bench.part(
             "colocated_probe",
-            asyncio.to_thread(probe, args, "sync.py", r"ipc sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s", PORTS[0]),
+            asyncio.to_thread(probe, args, "sync.py", r"ipc sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s", args.port),
         )
-    sync = ColocatedSync(bucket_bytes=args.bucket_mib << 20, memory_in_turns=not args.sync_only)
+    sync = ColocatedSync(memory_in_turns=not args.sync_only)
     await sync.begin(trainer, first)
     first.policy_version = -1  # whatever the probe left is not ours
-    await bench.part("colocated", syncs(sync, trainer, first, batch, version, cycle=not args.sync_only))
+    for mib in args.bucket_mib:
+        sync.bucket_bytes = mib << 20
+        work = syncs(sync, trainer, first, batch, version, cycle=not args.sync_only)
+        await bench.part(f"colocated, buckets of {mib} MiB", work)
     if not args.sync_only:
         await bench.part("differences", differences_on(sync, trainer, first, args.model, vocab))
         renderer = make_renderer(Tokenizer.load(args.model))
@@ -367,13 +370,17 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
                     args,
                     "sync_nccl.py",
                     r"nccl flattened_bucket sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s",
-                    PORTS[1],
+                    args.port + 1,
                 ),
             )
         await asyncio.to_thread(trainer.onload)
-        split, version = SplitSync(bucket_bytes=args.bucket_mib << 20, timeout_s=60), [100]
+        split, version = SplitSync(timeout_s=60), [100]
         await split.begin(trainer, fleets[1])
-        await bench.part("split", syncs(split, trainer, fleets[1], batch, version, cycle=False))
+        for mib in args.bucket_mib:
+            split.bucket_bytes = mib << 20
+            await bench.part(
+                f"split, buckets of {mib} MiB", syncs(split, trainer, fleets[1], batch, version, cycle=False)
+            )
         split.close()
 
 
