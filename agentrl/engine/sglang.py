@@ -125,9 +125,9 @@ class SGLangEngine:
         return self._facts
 
     @property
-    def gives_checksums(self) -> bool:
-        """`checksums` gives some."""
-        return self._facts is not None and self._facts.checksums
+    def checksum_kind(self) -> str:
+        """What `checksums` gives; empty: nothing."""
+        return self._facts.checksums if self._facts is not None else ""
 
     @property
     def context_length(self) -> int:

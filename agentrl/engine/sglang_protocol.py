@@ -18,6 +18,7 @@ from agentrl.types import FinishReason
 
 TESTED = ("0.5.17", "0.5.23")
 """on a CPU; what 0.5.17 does otherwise (no brackets around weight updates) is known and followed, but no whole run was made on it"""
+_CHECKSUMS = {"cpu": "sha256", "cuda": "mix"}
 _INTS, _FLOATS = frozenset((int,)), frozenset((float,))
 _SHARED: dict[int, int] = {}
 """one object for each id, however often it is sampled: 28 bytes less for each token of an episode that is kept"""
@@ -35,8 +36,8 @@ class ServerFacts:
     tp_size: int
     brackets: bool
     """weights over tensors or a group stand between /begin_weight_update and /end_weight_update"""
-    checksums: bool
-    """/weights_checker gives a plain SHA-256 of every parameter (CPU, one rank)"""
+    checksums: str
+    """the kind (train/fused.py) that /weights_checker gives of every parameter as it is: with one rank, nothing quantised; else empty"""
     memory_saver: bool
     """memory can be released and resumed"""
     deterministic: bool
@@ -60,7 +61,9 @@ class ServerFacts:
             device=device,
             tp_size=tp,
             brackets="/begin_weight_update" in paths if paths else _at_least(version, (0, 5, 23)),
-            checksums="/weights_checker" in paths and device == "cpu" and tp == 1,
+            checksums=_CHECKSUMS.get(device, "")
+            if "/weights_checker" in paths and tp == 1 and not info.get("quantization") and version in TESTED
+            else "",
             memory_saver=bool(info.get("enable_memory_saver")),
             deterministic=bool(info.get("enable_deterministic_inference")),
             context_length=min(lengths, default=None),

@@ -19,7 +19,7 @@ from agentrl.sync.base import WeightSync, on_each
 from agentrl.train.base import Trainer
 from agentrl.train.delivery import Target
 
-BUCKET_BYTES = 1 << 29
+BUCKET_BYTES = 1 << 30
 
 
 class ColocatedSync(WeightSync):

@@ -1,5 +1,5 @@
-"""Whether an engine has the trainer's weights: a checksum of every parameter where the server gives one that can be computed here too
-(on a CPU), and log-probs of a fixed sequence of ids by both.
+"""Whether an engine has the trainer's weights: a checksum of every parameter where the server gives one that can be computed here too, and
+log-probs of a fixed sequence of ids by both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Expected:
     log_probs: tuple[float, ...]
     """of ids[1:]"""
     limit: float
-    checksums: dict[str, str] | None
+    checksums: dict[str, dict[str, str]]
+    """by kind, of every parameter by the server's name"""
 
 
 async def probe_ids(fleet: Fleet) -> list[int]:
@@ -51,9 +52,10 @@ async def expect(trainer: Any, fleet: Fleet, probe: Sequence[int]) -> Expected:
     weights[0] = 0
     row = Row(ids, weights, zeros, zeros, ones)
     log_probs = (await asyncio.to_thread(trainer.log_probs, [row] * trainer.copies))[0]
-    sums: dict[str, str] | None = None
-    if any(m.engine.gives_checksums for m in fleet.members):
-        sums = {k: v for stage in await asyncio.to_thread(trainer.deliver, "checksums") for k, v in stage.items()}
+    sums: dict[str, dict[str, str]] = {}
+    for kind in {m.engine.checksum_kind for m in fleet.members} - {""}:
+        stages = await asyncio.to_thread(trainer.deliver, "checksums", kind=kind)
+        sums[kind] = {name: value for stage in stages for name, value in stage.items()}
     return Expected(tuple(ids.tolist()), tuple(log_probs[1:].tolist()), LIMITS[trainer.dtype], sums)
 
 
@@ -78,9 +80,9 @@ async def _one(engine: SGLangEngine, expected: Expected) -> float:
     Raises:
         EngineFailure: the weights are others.
     """
-    sums = await engine.checksums() if expected.checksums else None
-    if sums is not None and sums != expected.checksums:
-        mine = expected.checksums or {}
+    mine = expected.checksums.get(engine.checksum_kind)
+    sums = await engine.checksums() if mine else None
+    if mine and sums is not None and sums != mine:
         differ = sorted(k for k in sums.keys() | mine.keys() if sums.get(k) != mine.get(k))
         raise EngineFailure(
             f"{len(differ)} of {len(mine)} parameters at {engine.address} are not the trainer's: {', '.join(differ[:3])}",

@@ -1,17 +1,18 @@
 """Checksums of weights in the form in which SGLang holds them, so that both sides of a sync can be compared tensor by tensor.
 
-SGLang joins q, k and v, and gate and up, and pads the vocabulary to a multiple of 64 with zeros. Its checksum on a CPU is the first eight
-bytes of a SHA-256 over a parameter's bytes.
+SGLang joins q, k and v, and gate and up, and pads the vocabulary to a multiple of 64 with zeros. Its checksum of a parameter is on a CPU the
+first eight bytes of a SHA-256 over the parameter's bytes ("sha256"), on a GPU a sum of mixed words (`word_mix`, "mix").
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from agentrl.train.word_mix import word_mix
 
 _JOINED = {
     **{f"{x}_proj": ("qkv_proj", i) for i, x in enumerate("qkv")},
@@ -23,28 +24,34 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _ROWS = 64
 
 
-def checksums(tensors: Iterable[tuple[str, Tensor]], vocab_size: int) -> dict[str, str]:
-    """Checksum by SGLang's name of each parameter that the tensors (Hugging Face names, any order) make."""
+def checksums(tensors: Iterable[tuple[str, Tensor]], vocab_size: int, kind: str) -> dict[str, str]:
+    """Checksum of a kind, by SGLang's name, of each parameter that the tensors (Hugging Face names, any order) make."""
     open_parts: dict[str, dict[int, Tensor]] = {}
     done: dict[str, str] = {}
     for name, tensor in tensors:
-        *head, last, kind = name.split(".")
+        *head, last, leaf = name.split(".")
         joined, place = _JOINED.get(last, (last, 0))
-        target = ".".join([*head, joined, kind])
+        target = ".".join([*head, joined, leaf])
         parts = open_parts.setdefault(target, {})
         parts[place] = tensor
         if len(parts) == _PARTS.get(joined, 1):
-            ordered = [parts[i] for i in sorted(parts)]
-            padding = -vocab_size % _ROWS if name in _VOCABULARY else 0
-            done[target] = _digest(ordered, padding)
+            ordered = [parts[i].detach().reshape(-1) for i in sorted(parts)]
+            if padding := -vocab_size % _ROWS if name in _VOCABULARY else 0:
+                ordered.append(tensor.new_zeros(padding * tensor.shape[1]))
+            done[target] = _KINDS[kind](ordered)
             del open_parts[target]
     return done
 
 
-def _digest(parts: list[Tensor], padding_rows: int) -> str:
-    digest: Any = hashlib.sha256()
+def _sha256(parts: list[Tensor]) -> str:
+    digest = hashlib.sha256()
     for part in parts:
-        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    if padding_rows:
-        digest.update(bytes(padding_rows * parts[0][0].nbytes))
-    return str(digest.hexdigest()[:16])
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _mix(parts: list[Tensor]) -> str:
+    return f"{word_mix(parts[0] if len(parts) == 1 else torch.cat(parts)):016x}"
+
+
+_KINDS = {"sha256": _sha256, "mix": _mix}

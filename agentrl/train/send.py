@@ -65,12 +65,12 @@ class Sender:
             self._views, self._places = views, places
         return views
 
-    def checksums(self) -> dict[str, str] | None:
-        """A checksum of every parameter under the names, and in the joined form, in which a server has them."""
+    def checksums(self, kind: str) -> dict[str, str] | None:
+        """A checksum (fused.py) of every parameter under the names, and in the joined form, in which a server has them."""
         if self.copy:
             return None
         tensors = ((name, tensor.reshape(shape)) for name, tensor, shape in self._weights())
-        found = checksums(tensors, self.built.layout.vocab_size)
+        found = checksums(tensors, self.built.layout.vocab_size, kind)
         return found if self.speaks else None
 
     def tensors(self, targets: Sequence[Target], bucket_bytes: int, timeout_s: float) -> Sent | None:

@@ -251,7 +251,8 @@ async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> 
             ids += span.ids
         contexts.append(sent)
     sampled = sum(t.sampled_tokens for t in trajectories)
-    if sampled != EPISODES * TURNS * SAMPLED or {len(c) for c in contexts} != {TURNS}:
+    # one token in some thousands is an end of turn, at which the engine stops
+    if sampled < 0.99 * EPISODES * TURNS * SAMPLED or {len(c) for c in contexts} != {TURNS}:
         raise RuntimeError(f"{sampled} tokens were sampled in {[len(c) for c in contexts][:8]} … turns")
     return sampled / seconds, contexts
 
@@ -329,6 +330,7 @@ async def main() -> None:
         facts = fleets[0].members[0].engine.facts
         bench.result |= {
             "sglang": facts.version,
+            "checksums": facts.checksums,
             "model": f"{config['model_type']}, {config['hidden_size']}x{config['num_hidden_layers']}",
         }
         bench.keep("start_s", round(time.perf_counter() - started, 1))
