@@ -152,7 +152,7 @@ class EngineSettings:
     """sglang: engines and trainer share the same cards, in turns"""
     weight_sync: Literal["colocated", "split", "disk"] | None = None
     """how weights reach SGLang; None: colocated with --colocate, disk for external servers, else split"""
-    update_weight_buffer_size: int = 536870912
+    update_weight_buffer_size: int = 1 << 30
     """bytes of a bucket of weights on the way"""
     rollout_num_gpus: int | None = None
     """sglang: cards of all engines together (on a CPU: processes); None: one engine"""

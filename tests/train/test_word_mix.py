@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from agentrl.engine.sglang_install import find_installation
 from agentrl.train.fused import checksums
-from agentrl.train.word_mix import TILE, word_mix
+from agentrl.train.word_mix import TILE, TILES, WordMix
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+def mixed(*tensors: torch.Tensor) -> list[int]:
+    mix = WordMix()
+    for tensor in tensors:
+        mix.add([tensor])
+    return [int(digits, 16) for digits in mix.finish()]
 
 
 def mix(x: int) -> int:
@@ -42,51 +49,72 @@ def in_plain_integers(content: bytes) -> int:
     return x ^ x >> 31
 
 
-@given(st.binary(min_size=1, max_size=200))
-def test_any_bytes(content):
-    assert word_mix(torch.frombuffer(bytearray(content), dtype=torch.uint8)) == in_plain_integers(content)
+def bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=5))
+def test_any_bytes(contents):
+    assert mixed(*map(bytes_of, contents)) == [in_plain_integers(c) for c in contents]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=4))
+def test_parts_are_one_tensor(parts):
+    mix = WordMix()
+    mix.add([bytes_of(p) for p in parts])
+    assert mix.finish() == [f"{in_plain_integers(b''.join(parts)):016x}"]
 
 
 @pytest.mark.parametrize("words", [1, TILE - 1, TILE, TILE + 1, 3 * TILE + 17])
 def test_tiles(words):
     content = np.random.default_rng(words).bytes(4 * words)
-    assert word_mix(torch.frombuffer(bytearray(content), dtype=torch.bfloat16)) == in_plain_integers(content)
+    assert mixed(torch.frombuffer(bytearray(content), dtype=torch.bfloat16)) == [in_plain_integers(content)]
 
 
-def test_parts_are_computed_one_after_the_other(monkeypatch):
-    tensor = torch.randn(5 * TILE + 3)
-    whole = word_mix(tensor)
-    monkeypatch.setattr("agentrl.train.word_mix._AT_ONCE", 2 * TILE)
-    assert word_mix(tensor) == whole
-    monkeypatch.setattr("agentrl.train.word_mix._AT_ONCE", TILE)
-    assert word_mix(tensor) == whole
+@pytest.mark.parametrize("tiles", [1, 2, 3, 7])
+def test_how_many_tiles_are_taken_at_once_does_not_matter(tiles, monkeypatch):
+    tensors = [torch.randn(n) for n in (5 * TILE + 3, 1, TILE, 2 * TILE, 7, 3 * TILE - 1)]
+    alone = [mixed(t)[0] for t in tensors]
+    monkeypatch.setattr("agentrl.train.word_mix.TILES", tiles)
+    assert mixed(*tensors) == alone
+
+
+def test_more_tiles_than_are_taken_at_once():
+    content = np.random.default_rng(0).bytes(4 * TILE * 3 + 20)
+    tensor = torch.zeros(TILES * TILE, dtype=torch.int32)
+    tail = torch.frombuffer(bytearray(content), dtype=torch.int32)
+    assert mixed(tensor, tail)[1] == in_plain_integers(content)
+    last = torch.cat([tensor, tail])
+    other = last.clone()
+    other[-1] ^= 1
+    assert mixed(last) != mixed(other)
 
 
 def test_empty_and_strided():
-    assert word_mix(torch.empty(0)) == 0
+    assert mixed(torch.empty(0), torch.ones(3)) == [0, *mixed(torch.ones(3))]
     table = torch.randn(8, 6)
-    assert word_mix(table.T) == word_mix(table.T.contiguous()) != word_mix(table)
+    assert mixed(table.T) == mixed(table.T.contiguous()) != mixed(table)
 
 
 def test_one_bit_or_two_exchanged_words_show():
     tensor = torch.arange(3 * TILE, dtype=torch.int32)
-    seen = {word_mix(tensor)}
+    others = []
     for where in (0, TILE, 3 * TILE - 1):
-        other = tensor.clone()
-        other[where] ^= 1
-        seen.add(word_mix(other))
-    other = tensor.clone()
-    other[[5, TILE + 5]] = tensor[[TILE + 5, 5]]
-    assert len(seen | {word_mix(other)}) == 5
+        others.append(tensor.clone())
+        others[-1][where] ^= 1
+    others.append(tensor.clone())
+    others[-1][[5, TILE + 5]] = tensor[[TILE + 5, 5]]
+    assert len(set(mixed(tensor, *others))) == 5
 
 
 def test_joined_parameters_and_the_padded_vocabulary():
     q, k, v, e = torch.randn(8, 4), torch.randn(4, 4), torch.randn(4, 4), torch.randn(70, 4)
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
     found = checksums([*zip(names, (q, k, v), strict=True), ("model.embed_tokens.weight", e)], 70, "mix")
+    values = mixed(torch.cat([q, k, v]), torch.cat([e, torch.zeros(58, 4)]))
     assert found == {
-        "model.layers.0.self_attn.qkv_proj.weight": f"{word_mix(torch.cat([q, k, v])):016x}",
-        "model.embed_tokens.weight": f"{word_mix(torch.cat([e, torch.zeros(58, 4)])):016x}",
+        "model.layers.0.self_attn.qkv_proj.weight": f"{values[0]:016x}",
+        "model.embed_tokens.weight": f"{values[1]:016x}",
     }
 
 
@@ -114,4 +142,4 @@ def test_against_the_kernel_of_sglang(tmp_path):
     env = dict(find_installation().environment, TRITON_INTERPRET="1")
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [word_mix(torch.from_numpy(content[:n].copy())) for n in sizes]
+    assert json.loads(done.stdout.splitlines()[-1]) == mixed(*(torch.from_numpy(content[:n].copy()) for n in sizes))
