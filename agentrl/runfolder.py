@@ -14,6 +14,7 @@ Whatever was written after the checkpoint that a resumed run starts from is cut 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -34,8 +35,18 @@ class JsonLines:
     """A JSONL file that is flushed line by line and can be cut back to a position."""
 
     def __init__(self, path: Path) -> None:
+        """Open it, or create it.
+
+        Raises:
+            StoreError: another process, which is alive, has it open.
+        """
         self.path = path
         self._file = path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            self._file.close()
+            raise StoreError(f"{path} is being written by a run that is still going on; stop that one first") from None
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
@@ -45,6 +56,11 @@ class JsonLines:
     def position(self) -> int:
         """Bytes so far."""
         return self._file.tell()
+
+    def cut(self, size: int) -> None:
+        """Drop what comes after `size` bytes."""
+        self._file.truncate(size)
+        self._file.seek(0, os.SEEK_END)
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows."""
@@ -58,11 +74,15 @@ class JsonLines:
 class RunFolder:
     """An open run folder."""
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, config: Config, state: Mapping[str, Any]) -> None:
+        """`state`: of the checkpoint that it goes on from; empty: none."""
         self.path = path
         self.config = config
         self.metrics = JsonLines(path / "metrics.jsonl")
         self.timings = JsonLines(path / "timings.jsonl")
+        self.metrics.cut(state.get("metrics_bytes", 0))
+        self.timings.cut(state.get("timings_bytes", 0))
+        truncate(path / "episodes", *state.get("episodes_position", (0, 0)))
         self.episodes = EpisodeWriter(path / "episodes")
 
     @classmethod
@@ -73,30 +93,30 @@ class RunFolder:
             ConfigError: it exists already; nothing is overwritten.
         """
         path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.env.env)
-        if path.exists():
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
             raise ConfigError(
                 f"the run folder {path} exists already; choose another with --run, or go on with it: agentrl train --resume {path}"
-            )
-        path.mkdir(parents=True)
+            ) from None
         _write_config(path, config, version)
-        return cls(path, config)
+        return cls(path, config, {})
 
     @classmethod
     def reopen(cls, path: Path, config: Config, version: str) -> tuple[RunFolder, Path | None, dict[str, Any]]:
         """Go on with a run: (folder, last checkpoint, its state). Everything after that checkpoint is cut off.
 
         `config.toml` tells from here on what the run goes on with: the settings as they are now, and this version of the code.
+
+        Raises:
+            StoreError: the run is still going on.
         """
         found = checkpoints(path)
         last = found[-1] if found else None
         state: dict[str, Any] = orjson.loads((last / "state.json").read_bytes()) if last else {}
-        for name in ("metrics", "timings"):
-            file = path / f"{name}.jsonl"
-            if file.exists():
-                os.truncate(file, state.get(f"{name}_bytes", 0))
-        truncate(path / "episodes", *state.get("episodes_position", (0, 0)))
+        folder = cls(path, config, state)
         _write_config(path, config, version)
-        return cls(path, config), last, state
+        return folder, last, state
 
     def save(self, step: int, state: Mapping[str, Any], save_trainer: Any) -> Path:
         """Write a checkpoint under a temporary name, then rename it: a crash leaves the old one or the new one, never half of one."""

@@ -1,0 +1,77 @@
+"""A run folder belongs to one run at a time, and a resumed run cuts nothing that another one is still writing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from agentrl import __version__
+from agentrl.cli import main
+from agentrl.config import build_config
+from agentrl.errors import ConfigError, StoreError
+from agentrl.runfolder import RunFolder
+
+
+@pytest.fixture
+def config(tmp_path):
+    return build_config({"run": str(tmp_path / "run"), "hf_checkpoint": str(tmp_path), "tensorboard": False})
+
+
+def written(folder):
+    return {p.name: p.read_bytes() for p in folder.path.iterdir() if p.is_file()}
+
+
+def test_a_run_that_goes_on_is_not_resumed(config, capsys):
+    folder = RunFolder.create(config, __version__)
+    for step in range(3):
+        folder.metrics.write({"step": step})
+    before = written(folder)
+    with pytest.raises(StoreError, match="still going on"):
+        RunFolder.reopen(folder.path, config, "another version")
+    assert main(["train", "--resume", str(folder.path)]) == 2
+    assert written(folder) == before
+    folder.close()
+    again, last, state = RunFolder.reopen(folder.path, config, __version__)
+    assert (again.metrics.rows(), last, state) == ([], None, {})
+    again.close()
+
+
+def test_it_is_cut_back_to_its_checkpoint_and_written_on(config):
+    folder = RunFolder.create(config, __version__)
+    folder.metrics.write({"step": 0})
+    folder.save(1, {"step": 1}, lambda path: path.mkdir())
+    folder.metrics.write({"step": 1, "lost": True})
+    folder.close()
+    again, last, state = RunFolder.reopen(folder.path, config, __version__)
+    assert (last.name, state["step"]) == ("000001", 1)
+    again.metrics.write({"step": 1})
+    assert again.metrics.rows() == [{"step": 0}, {"step": 1}]
+    assert again.metrics.position() == again.metrics.path.stat().st_size
+    again.close()
+
+
+HOLD = """
+import sys
+from agentrl.runfolder import JsonLines
+lines = JsonLines(__import__("pathlib").Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_killed_run_is_free(config):
+    folder = RunFolder.create(config, __version__)
+    folder.close()
+    command = [sys.executable, "-c", HOLD, str(folder.path / "metrics.jsonl")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match="still going on"):
+            RunFolder.reopen(folder.path, config, __version__)
+        other.kill()
+    RunFolder.reopen(folder.path, config, __version__)[0].close()
+
+
+def test_nothing_is_overwritten(config):
+    RunFolder.create(config, __version__).close()
+    with pytest.raises(ConfigError, match="exists already"):
+        RunFolder.create(config, __version__)
