@@ -25,6 +25,8 @@ from agentrl.errors import AgentRLError, ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed
 
 T = TypeVar("T")
+GRACE_S = 0.01
+"""before an idle session is put out of its slot"""
 _CLOSED = "the local engine is closed"
 
 
@@ -261,6 +263,8 @@ class LocalEngine:
         with self._wakeup:
             while not (self._commands or self._closing or (scheduler.busy and not self._paused)):
                 self._wakeup.wait()
+            if scheduler.crowded and not self._paused:  # the idle sessions' next requests may be on their way
+                self._wakeup.wait_for(lambda: self._commands or self._closing, GRACE_S)
             if self._closing:
                 return False
             commands = list(self._commands)

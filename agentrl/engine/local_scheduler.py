@@ -57,6 +57,11 @@ class Scheduler:
         """There is something to compute."""
         return bool(self._running or self._waiting)
 
+    @property
+    def crowded(self) -> bool:
+        """The next step will put an idle session out of its slot."""
+        return bool(self._waiting) and not self._free_slots and not self._running
+
     def add(self, request: Request) -> None:
         """Take a request. Requests of one session are served one after the other."""
         session = self._sessions.setdefault(request.session, Session(request.session))
@@ -145,7 +150,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to those who wait; make one free if nothing could run otherwise."""
-        if self._waiting and not self._free_slots and not self._running:
+        if self.crowded:
             idle = min((s for s in self._sessions.values() if s.slot), key=lambda s: s.last_used)
             idle.drop(self.pool)
             idle.slot = False
