@@ -37,6 +37,8 @@ class Double:
     cached: int = 1
     image_tokens: tuple[int, ...] = ()
     """for each image of a request, how many tokens its placeholder (id 77) becomes"""
+    servers: tuple[str, ...] = ()
+    """it is a router in front of these"""
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -84,6 +86,11 @@ class Double:
 
     async def server_info(self, _: Any, __: Any) -> web.Response:
         return web.json_response({"version": self.version, "device": self.device, "tp_size": 1, "context_length": 256})
+
+    async def workers(self, _: Any, __: Any) -> web.Response:
+        if not self.servers:
+            return web.Response(status=404, text="no such path")
+        return web.json_response({"workers": [{"url": a, "worker_type": "regular"} for a in self.servers]})
 
     async def model_info(self, _: Any, __: Any) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})

@@ -425,6 +425,17 @@ def test_flags_are_checked_by_name(installation):
         check_flags({"dtype": "float16"}, installation)
 
 
+async def test_a_router_is_no_server(double):
+    double.refuse["/server_info"] = 404
+    with pytest.raises(EngineFailure, match="/server_info answered 404"):
+        await SGLangEngine(double.address).start()
+    double.servers = ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
+    with pytest.raises(
+        EngineFailure, match=r"is a router; .* --rollout-external-engine-addrs 10\.0\.0\.5:30000 10\.0\.0\.6:30000"
+    ):
+        await SGLangEngine(double.address).start()
+
+
 async def test_a_port_in_use(installation, double):
     spec = LaunchSpec(MODEL, "float32", 128, args={"port": double.port})
     with pytest.raises(ConfigError, match="is in use"):

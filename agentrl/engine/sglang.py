@@ -141,8 +141,15 @@ class SGLangEngine:
         return min(known)
 
     async def start(self) -> None:
-        """Ask the server what it is; a second call asks again (after a restart)."""
-        info = await self.http.get("/server_info", timeout_s=self._timeout_s)
+        """Ask the server what it is; a second call asks again (after a restart).
+
+        Raises:
+            EngineFailure: it does not say, or is a router in front of servers.
+        """
+        try:
+            info = await self.http.get("/server_info", timeout_s=self._timeout_s)
+        except EngineFailure as e:
+            raise await self._router() or e from None
         try:
             paths = (await self.http.get("/openapi.json", timeout_s=QUICK_S)).get("paths", {})
         except EngineFailure:
@@ -151,6 +158,20 @@ class SGLangEngine:
         self._asleep = False
         self.started += 1
         self._open.set()
+
+    async def _router(self) -> EngineFailure | None:
+        """What to say if this is an sglang-router, which knows its servers and cannot bring weights to them."""
+        try:
+            answer = await self.http.get("/workers", timeout_s=QUICK_S)
+        except EngineFailure:
+            return None
+        if not isinstance(answer, dict) or not isinstance(answer.get("workers"), list):
+            return None
+        servers = " ".join(str(w.get("url", "")).removeprefix("http://") for w in answer["workers"])
+        return EngineFailure(
+            f"{self.address} is a router; agentrl balances by itself and speaks to the servers: --rollout-external-engine-addrs {servers}",
+            "engine: a router",
+        )
 
     # -- generation --------------------------------------------------------------------------------------------------
 
