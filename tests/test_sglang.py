@@ -81,16 +81,26 @@ class TestSGLang(EngineContract):
         second = await engine.generate([*context, *first.ids, *context[:3]], params(), session="a")
         assert len(context) <= second.cached_tokens < len(context) + 6 + 3
 
-    async def test_pause_in_flight_changes_no_answer(self, slow, context):
+    @pytest.mark.parametrize("mode", ["retract", "in_place"])
+    async def test_pause_in_flight_changes_no_answer(self, slow, context, mode):
         task = asyncio.create_task(slow.generate(context, params(LONG), session="b"))
         await asyncio.sleep(0.1)
-        await slow.pause()
+        await slow.pause(mode)
         await asyncio.sleep(0.1)
         assert not task.done()
         await slow.resume()
         got = await task
         assert len(got.ids) == LONG
         assert got.policy_version == 0
+
+    async def test_a_pause_that_aborts_ends_what_is_in_flight(self, slow, context):
+        task = asyncio.create_task(slow.generate(context, params(LONG), session="b"))
+        await asyncio.sleep(0.3)
+        await slow.pause("abort")
+        with pytest.raises(EngineAbort):
+            await asyncio.wait_for(task, 20)
+        await slow.resume()
+        assert len((await slow.generate(context, params(), session="c")).ids) == 6
 
     async def test_stop_strings_trim_nothing(self, engine, server, context):
         from agentrl.render import Tokenizer

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.http import HttpClient
@@ -258,10 +258,12 @@ class SGLangEngine:
 
     # -- control -----------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """Send nothing more; what is in flight is retracted to the server's queue and waits there."""
+    async def pause(self, mode: Literal["retract", "in_place", "abort"] = "retract") -> None:
+        """Send nothing more. What is in flight waits in the server's queue, its keys and values dropped (`retract`) or kept (`in_place`), or
+        is given up (`abort`): with sampled tokens it raises EngineAbort, without any it is asked again after `resume`.
+        """
         self._open.clear()
-        await self._call("/pause_generation", {"mode": "retract"})
+        await self._call("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Go on after `pause`."""
