@@ -91,7 +91,7 @@ def _half(words: Tensor, place: Tensor, beyond: Tensor, size: Tensor, factor: in
     mixed += _signed(addend)
     mixed ^= (place << turn) | _right(place, 32 - turn)
     mixed ^= words
-    sums = _mix(mixed).masked_fill_(beyond, 0).sum(1, keepdim=True, dtype=torch.int32)
+    sums = _mix(mixed).masked_fill_(beyond, 0).sum(1, keepdim=True).to(torch.int32)
     return _mix(sums ^ size).view(-1).to(torch.int64)
 
 
