@@ -14,7 +14,6 @@ Whatever was written after the checkpoint that a resumed run starts from is cut 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -29,6 +28,7 @@ import orjson
 from agentrl.config import Config, RunSettings
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store import EpisodeWriter, truncate
+from agentrl.store.lock import hold
 
 
 class JsonLines:
@@ -42,11 +42,9 @@ class JsonLines:
         """
         self.path = path
         self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-        except BlockingIOError:
+        if not hold(self._file):
             self._file.close()
-            raise StoreError(f"{path} is being written by a run that is still going on; stop that one first") from None
+            raise StoreError(f"{path} is being written by a run that is still going on; stop that one first")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row."""

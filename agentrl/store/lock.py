@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 
-def hold(file: BinaryIO) -> None:
-    """Lock a file until it is closed. Where a file system knows no locks, nobody is told."""
-    with suppress(OSError):
+def hold(file: BinaryIO) -> bool:
+    """Lock a file until it is closed; False if another writer has it. Where a file system knows no locks, nobody is told."""
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def is_held(path: Path) -> bool:

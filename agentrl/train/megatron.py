@@ -18,8 +18,7 @@ from agentrl.train.folders import copy_model_files, new_folder
 from agentrl.train.metrics import MAXIMA, SUMS, metrics
 from agentrl.train.plan import plan
 from agentrl.train.processes import Workers, free_port
-from agentrl.train.settings import world
-from agentrl.train.worker import Setup
+from agentrl.train.settings import Setup, world
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 

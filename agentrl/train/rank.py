@@ -25,8 +25,8 @@ from agentrl.train.loss import token_loss, vocab_parallel_log_probs
 from agentrl.train.memory import Parking
 from agentrl.train.model import DTYPES, Built, build
 from agentrl.train.send import Sender
+from agentrl.train.settings import Setup
 from agentrl.train.shape import read_shape
-from agentrl.train.worker import Setup
 
 Share = tuple[Sequence[Row], Sequence[Sequence[int]]]
 """rows of this data-parallel rank, and which of them make up each micro-batch"""

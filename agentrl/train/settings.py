@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,27 @@ def _check_parallel(settings: Settings, shape: ModelShape) -> None:
         )
     if settings.get("sequence_parallel") and tp == 1:
         raise ConfigError("sequence_parallel needs tensor_model_parallel_size > 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a rank must know to start."""
+
+    model: Path
+    """Hugging Face folder"""
+    megatron: Mapping[str, Any]
+    """settings by megatron's field names"""
+    dtype: str
+    """float32 or bfloat16"""
+    reference: bool
+    """keep a frozen copy"""
+    seed: int
+    threads: int
+    """of this process"""
+    rank: int
+    world: int
+    local_rank: int
+    """which GPU of this machine"""
+    port: int
+    timeout_s: float
+    """of collectives"""

@@ -13,37 +13,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a rank must know to start."""
-
-    model: Path
-    """Hugging Face folder"""
-    megatron: Mapping[str, Any]
-    """settings by megatron's field names"""
-    dtype: str
-    """float32 or bfloat16"""
-    reference: bool
-    """keep a frozen copy"""
-    seed: int
-    threads: int
-    """of this process"""
-    rank: int
-    world: int
-    local_rank: int
-    """which GPU of this machine"""
-    port: int
-    timeout_s: float
-    """of collectives"""
+from agentrl.train.settings import Setup
 
 
 def join(setup: Setup) -> None:
