@@ -12,8 +12,9 @@ The order of limits (design §6), the first that holds ends the episode:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,7 +132,9 @@ class EpisodeRunner:
         try:
             reason, cause = await episode.play_bounded()
         finally:
-            await asyncio.shield(episode.close())
+            await to_the_end(episode.close())
+        if episode.state_lost and reason not in _STOP_REASONS.values():  # nothing to score it by
+            reason, cause = StopReason.ENV_FAILURE, episode.close_failure
         episode.clock["episode_s"] = time.perf_counter() - started
         trajectory = episode.trajectory(reason, cause)
         if reason in _STOP_REASONS.values():
@@ -187,6 +190,8 @@ class Episode:
             async with timer:
                 return await self.play(), None
         except TimeoutError:
+            if not timer.expired():
+                raise
             return StopReason.EPISODE_TIMEOUT, None
         except Failure as e:
             return next(reason for kind, reason in _STOP_REASONS.items() if isinstance(e, kind)), e.cause
@@ -225,7 +230,12 @@ class Episode:
             self.making = asyncio.ensure_future(made)
             with boundary(EnvFailure, "env constructor"):
                 self.env = await asyncio.shield(self.making)
-        self.tools = {t.name: t for t in self.env.tool_specs()}
+        with boundary(EnvFailure, "tool constructor"):
+            if any(map(inspect.isclass, self.env.tools)):
+                specs = await runner.env_pool.call(self.env.tool_specs, timeout_s=runner.env_class.timeout_s)
+            else:
+                specs = self.env.tool_specs()
+        self.tools = {t.name: t for t in specs}
         with boundary(EnvFailure, "tool setup"):
             for tool in self.env.tool_instances:
                 seed = derive_seed(self.seed, "tool")
@@ -408,14 +418,15 @@ class Episode:
     async def close(self) -> None:
         """Take the environment's last state, then close its tools, itself and the engine's session. Called once, whatever happened.
 
-        What fails here stops nothing that follows: the episode was over, the cause is counted.
+        What fails here stops nothing that follows: the cause is counted, and but for a lost state the episode stands.
         """
         if self.env is None and self.making is not None:  # cut off in the constructor: what it makes is closed too
             await asyncio.wait({self.making})
             self.env = None if self.making.cancelled() or self.making.exception() else self.making.result()
         if self.env is not None:
             if type(self.env).state is not Env.state:
-                self.state = dict(await self.finish(EnvFailure, "env state", self.env.state) or {})
+                state = await self.finish(EnvFailure, "env state", self.env.state)
+                self.state, self.state_lost = dict(state or {}), state is None
             for tool in self.env.tool_instances:
                 await self.finish(ToolFailure, "tool close", tool.close)
             if getattr(self.env.close, "__func__", None) is not Env.close:
@@ -441,6 +452,8 @@ class Episode:
 
     close_failure: str | None = None
     """why closing failed, if it did"""
+    state_lost: bool = False
+    """the environment has a state and could not say it"""
 
     def trajectory(self, reason: StopReason, cause: str | None) -> Trajectory:
         """The immutable record, not yet scored."""
@@ -463,6 +476,20 @@ class Episode:
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until it is done; a cancel that comes meanwhile is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as e:
+            cancelled = e
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 async def carry_task(spec: EpisodeSpec) -> EpisodeSpec:

@@ -253,12 +253,13 @@ class Job:
         self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
     ) -> tuple[list[Group], CauseTable, int]:
         """The groups that stand, what became of all attempts, and the exactness violations in these; every attempt is recorded."""
-        attempts: list[Trajectory] = []
+        attempts: dict[str, Trajectory] = {}
         progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
 
         def heard(trajectory: Trajectory) -> None:
-            attempts.append(trajectory)
-            progress.update()
+            if trajectory.episode_id not in attempts:
+                progress.update()
+            attempts[trajectory.episode_id] = trajectory
 
         groups: list[Group] = []
         violations = 0
@@ -269,7 +270,7 @@ class Job:
                 table.counts.update(self.processes.deaths)
         finally:
             progress.close()
-            final = {t.episode_id: t for t in [*attempts, *(t for g in groups for t in g.trajectories)]}
+            final = attempts | {t.episode_id: t for g in groups for t in g.trajectories}
             order = sorted(final.values(), key=lambda t: (t.index, t.attempt))
             violations = await asyncio.to_thread(self._write, order, extra)
         return groups, table, violations

@@ -126,7 +126,8 @@ class Rollout:
     async def run(
         self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
     ) -> tuple[list[Group], CauseTable]:
-        """Run all groups; returns those that stand, in order, and the table. `progress` hears of every finished attempt.
+        """Run all groups; returns those that stand, in order, and the table. `progress` hears of every finished attempt, and
+        again of those whose group's reward failed.
 
         Raises:
             TooManyFailuresError: more than `max_failure_share` of the attempts failed.
@@ -151,10 +152,12 @@ class Rollout:
         if len(kept) < min(self.limits.min_group_size, len(specs)):
             table.dropped_groups += 1
             return None
-        scored = await self._score(kept, table)
+        scored = await self._score(kept, table, progress)
         return Group(specs[0].group_index, specs[0].task, tuple(scored)) if scored else None
 
-    async def _score(self, members: list[Trajectory], table: CauseTable) -> list[Trajectory] | None:
+    async def _score(
+        self, members: list[Trajectory], table: CauseTable, progress: Progress | None
+    ) -> list[Trajectory] | None:
         """The members with their group rewards, tried as often as an episode is; None if the group is lost."""
         for attempt in range(self.limits.max_retries + 1):
             try:
@@ -163,7 +166,10 @@ class Rollout:
                 if attempt < self.limits.max_retries:
                     continue
                 for t in members:
-                    table.recount(t, replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause))
+                    lost = replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
+                    table.recount(t, lost)
+                    if progress is not None:
+                        progress(lost)
         table.dropped_groups += 1
         self._check(table)
         return None

@@ -9,7 +9,7 @@ import pytest
 from doubles import PARIS, FakeEngine, call, make_runner, play
 from echo import Echo, Slow
 
-from agentrl import Env, StepResult, ToolEnv, tool
+from agentrl import Env, StepResult, Tool, ToolEnv, tool
 from agentrl.errors import EngineFailure
 from agentrl.reward import Reward
 from agentrl.samples import to_samples
@@ -149,7 +149,7 @@ class AsyncEcho(SyncEcho):
         ({}, {"max_turns": 2}, StopReason.MAX_TURNS),
         ({"fails": "reset"}, {}, StopReason.ENV_FAILURE),
         ({"fails": "step"}, {}, StopReason.ENV_FAILURE),
-        ({"fails": "state", "ends": 1}, {}, StopReason.TERMINATED),
+        ({"fails": "state", "ends": 1}, {}, StopReason.ENV_FAILURE),
         ({"fails": "close", "ends": 1}, {}, StopReason.TERMINATED),
         ({"slow": 0.4}, {"episode_timeout_s": 0.1}, StopReason.EPISODE_TIMEOUT),
     ],
@@ -161,8 +161,10 @@ async def test_case_27_close_is_called_exactly_once(hermes, env, args, more, rea
     assert t.stop_reason is reason
     assert [e.closed for e in Echo.made] == [1]
     assert engine.released == ["0-0"]
-    if args.get("fails") in ("state", "close"):
-        assert t.cause == f"while closing: env {args['fails']}: RuntimeError"
+    if args.get("fails") == "close":
+        assert t.cause == "while closing: env close: RuntimeError"
+    if args.get("fails") == "state":  # rewards would have nothing to go by
+        assert (t.cause, t.rewards) == ("env state: RuntimeError", {})
 
 
 @pytest.mark.parametrize("env", [SyncEcho, AsyncEcho])
@@ -186,6 +188,32 @@ async def test_case_27_close_after_a_cancel(hermes, env, when):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [e.closed for e in Echo.made] == [1]
+
+
+async def test_case_27_close_goes_on_when_a_cancel_comes_while_closing(hermes):
+    closing, go_on = asyncio.Event(), asyncio.Event()
+
+    class SlowState(AsyncEcho):
+        async def state(self):
+            closing.set()
+            await go_on.wait()
+            return {}
+
+    engine = FakeEngine(hermes, ["x"])
+    task = asyncio.create_task(
+        make_runner(SlowState, engine, hermes, env_args={"ends": 1}).run(EpisodeSpec(PARIS, 0, 0))
+    )
+    await closing.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ([e.closed for e in Echo.made], engine.released) == ([1], ["0-0"])
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_case_27_close_when_every_other_call_of_the_environment_hangs(hermes):
@@ -261,6 +289,24 @@ async def test_a_constructor_that_raises_is_the_environments_failure(hermes):
 
     t = await play(Broken, ["x"], hermes)
     assert (t.stop_reason, t.cause) == (StopReason.ENV_FAILURE, "env constructor: KeyError")
+
+
+@pytest.mark.parametrize("error", [ConnectionError, TimeoutError])
+async def test_a_tools_constructor_that_raises_is_the_environments_failure(hermes, error):
+    class Broken(Tool):
+        def __init__(self):
+            raise error("no")
+
+        def call(self) -> str:
+            return ""
+
+    class Uses(Echo):
+        tools = (Broken,)
+
+    t = await play(Uses, ["x"], hermes)
+    assert t.stop_reason is StopReason.ENV_FAILURE
+    assert t.cause.startswith("tool constructor: ")
+    assert [e.closed for e in Echo.made] == [1]
 
 
 class StuckTool(Echo, ToolEnv):

@@ -234,8 +234,12 @@ async def test_a_group_reward_may_abstain_for_some(hermes):
     ids=["raises", "too few", "None", "strings", "NaN"],
 )
 async def test_case_22_a_bad_group_reward_drops_the_group_and_counts_each_attempt_once(hermes, fn):
-    groups, table = await rollout(hermes, ["x"], rewards=[Reward(fn, "bad", group=True)]).run(groups_of(1, 4))
+    heard = {}
+    groups, table = await rollout(hermes, ["x"], rewards=[Reward(fn, "bad", group=True)]).run(
+        groups_of(1, 4), lambda t: heard.update({t.episode_id: t})
+    )
     assert groups == []
+    assert {t.stop_reason for t in heard.values()} == {StopReason.REWARD_FAILURE}, "what is recorded is not trained on"
     assert table.by_reason() == {"reward_failure": 4}
     assert (table.attempts, table.failures, table.dropped_groups) == (4, 4, 1)
 
