@@ -21,7 +21,7 @@ async def rollout_only(config: Config, *, out: Print = print) -> Path:
     """`num_rollout` rollouts, recorded, no trainer; says the mean reward of each and the table of causes."""
     job = Job(config, None, out)
     try:
-        await job.engine.start()
+        await job.start_engine()
         for step in range(config.rollout.num_rollout):
             await job.rollout(step)
             job.row |= {"train/rows": 0}
@@ -47,7 +47,7 @@ async def evaluate_only(config: Config, *, out: Print = print) -> dict[str, floa
     config = replace(config, eval=replace(config.eval, eval_interval=1, eval_prompt_data=given))
     job = Job(config, None, out, evaluates=True)
     try:
-        await job.engine.start()
+        await job.start_engine()
         await job.evaluate(0)
         job.report.finish(job.folder.path, config)
         out(job.report.closing(job.folder.path))

@@ -107,7 +107,7 @@ class Job:
     # -- the stages, in order ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start trainer and engine side by side; with a checkpoint, take its weights."""
+        """Start trainer and engine side by side; the engine takes a checkpoint's weights, and the model's if it comes with others."""
         self.out(
             f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks, "
             f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
@@ -119,9 +119,16 @@ class Job:
         if self.checkpoint is not None:
             await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")
         await self.weights.begin(self.trainer, self.engine)
-        if self.checkpoint is not None:
+        if self.checkpoint is not None or (await self.engine.health()).policy_version != self.policy_version:
+            await self.weights.lend(self.trainer, self.engine)
             await self.weights.sync(self.trainer, self.engine, self.policy_version)
+        if self.checkpoint is not None:
             self.out(f"resumed after rollout {self.step} from {self.checkpoint}")
+
+    async def start_engine(self) -> None:
+        """Start the engine alone, with the weights it has."""
+        await self.engine.start()
+        self.policy_version = (await self.engine.health()).policy_version
 
     async def rollout(self, step: int) -> list[Group]:
         """Episodes for this step, recorded in the order of their ordinals."""

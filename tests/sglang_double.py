@@ -39,6 +39,11 @@ class Double:
     """for each image of a request, how many tokens its placeholder (id 77) becomes"""
     servers: tuple[str, ...] = ()
     """it is a router in front of these"""
+    works: bool = True
+    """it generates, whatever it answers"""
+    memory_saver: bool = False
+    asleep: set[str] = field(default_factory=set)
+    """tags of memory that was released"""
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -57,7 +62,7 @@ class Double:
     async def start(self, port: int = 0) -> Double:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self.handle)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.5)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
@@ -84,8 +89,12 @@ class Double:
     async def health(self, _: Any, __: Any) -> web.Response:
         return web.Response()
 
+    async def health_generate(self, _: Any, __: Any) -> web.Response:
+        return web.Response(status=200 if self.works else 503)
+
     async def server_info(self, _: Any, __: Any) -> web.Response:
-        return web.json_response({"version": self.version, "device": self.device, "tp_size": 1, "context_length": 256})
+        facts = {"version": self.version, "device": self.device, "tp_size": 1, "context_length": 256}
+        return web.json_response({**facts, "enable_memory_saver": self.memory_saver})
 
     async def workers(self, _: Any, __: Any) -> web.Response:
         if not self.servers:
@@ -129,6 +138,15 @@ class Double:
         await asyncio.sleep(self.update_s)
         self.weight_version = str(body["weight_version"])
         return web.json_response({"success": True})
+
+    async def release_memory_occupation(self, _: Any, body: Any) -> web.Response:
+        self.asleep |= set(body["tags"])
+        return web.json_response({})
+
+    async def resume_memory_occupation(self, _: Any, body: Any) -> web.Response:
+        awake = set(body["tags"]) - self.asleep
+        self.asleep -= set(body["tags"])
+        return web.Response(status=500, text=f"{awake} is awake") if awake else web.json_response({})
 
     async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if "logprob_start_len" not in body:

@@ -105,10 +105,11 @@ async def test_restarted_at_an_old_version(hermes, double, manifest):
     fleet = await fleet_of(Member(SGLangEngine(double.address, timeout_s=5)))
     await fleet.update_weights(manifest, 6)
 
-    async def current():
-        return manifest
+    async def recovery(engine):
+        await engine.update_weights(manifest, fleet.policy_version)
+        return True
 
-    fleet.recovery = current
+    fleet.recovery = recovery
     asyncio.get_running_loop().call_later(0.05, setattr, double, "weight_version", "default")
     done, table = await run(hermes, fleet)
     assert set(failures(table)) == {"engine: old weights"}
@@ -128,10 +129,11 @@ async def started(hermes, tmp_path, manifest):
     fleet = await fleet_of(Member(SGLangEngine(address, timeout_s=5), process))
     await fleet.update_weights(manifest, 6)
 
-    async def current():
-        return manifest
+    async def recovery(engine):
+        await engine.update_weights(manifest, fleet.policy_version)
+        return True
 
-    fleet.recovery = current
+    fleet.recovery = recovery
     yield fleet, process
     await fleet.close()
 

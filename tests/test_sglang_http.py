@@ -269,10 +269,11 @@ async def test_a_4xx_takes_nobody_down(fleet, doubles):
 async def test_a_server_that_came_back_with_old_weights_is_given_new_ones(fleet, doubles, manifest):
     await fleet.update_weights(manifest, 2)
 
-    async def current():
-        return manifest
+    async def recovery(engine):
+        await engine.update_weights(manifest, fleet.policy_version)
+        return True
 
-    fleet.recovery = current
+    fleet.recovery = recovery
     doubles[0].weight_version = "default"
     answers = await asyncio.gather(*(ask(fleet, s) for s in "abcd"), return_exceptions=True)
     failed = [a for a in answers if isinstance(a, EngineFailure)]
@@ -372,10 +373,11 @@ async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_co
     try:
         await fleet.update_weights(manifest, 7)
 
-        async def current():
-            return manifest
+        async def recovery(engine):
+            await engine.update_weights(manifest, fleet.policy_version)
+            return True
 
-        fleet.recovery = current
+        fleet.recovery = recovery
         tasks = [asyncio.create_task(ask(fleet, s)) for s in "abc"]
         await asyncio.sleep(0.1)
         os.kill(server.process.pid, signal.SIGKILL)

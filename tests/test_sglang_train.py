@@ -14,7 +14,6 @@ from sglang_server import available, python
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.full,
     pytest.mark.skipif(not available(), reason="needs SGLang: make setup-sglang-cpu"),
 ]
 
@@ -76,6 +75,7 @@ def test_training_with_each_sync(tmp_path, sync):
     check(run, out)
 
 
+@pytest.mark.full
 def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(tmp_path):
     run = tmp_path / "run"
     process = start(run, "--weight-sync", "colocated", "--max-failure-share", "1")

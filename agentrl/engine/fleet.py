@@ -8,7 +8,7 @@ it back: a server of ours is started again, an external one is asked until it an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,12 @@ from agentrl.images import Placed
 POLL_S = 0.25
 UNHEALTHY_S = 60.0
 """a server of ours that lives and does not answer is started again after so long"""
+SILENT_S = 30.0
+"""a server that has requests and answers none for so long must prove that it generates"""
 ROUNDS = 3
 """how often a weight update is tried before the run stops"""
-Recovery = Callable[[], Awaitable[WeightsManifest]]
-"""gives the current weights as a folder, for a server that has just come back"""
+Recovery = Callable[[SGLangEngine], Awaitable[bool]]
+"""gives a server that has just come back the weights that count; False: it cannot now"""
 Send = Callable[[Sequence[SGLangEngine]], Awaitable[Mapping[str, str]]]
 """brings the weights to all these engines at once; returns what failed, by address"""
 
@@ -69,7 +71,7 @@ class Fleet:
         self._changed = asyncio.Condition()
         self._weights = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-        self._asleep = self._paused = self._closed = self._attached = False
+        self._asleep = self._paused = self._sending = self._closed = self._attached = False
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
@@ -89,11 +91,20 @@ class Fleet:
                 if m.process is not None:
                     m.process.start()
             await _all(self._come_up(m) for m in self.members)
+            await self._agree()
         except BaseException:
             await self.close()
             raise
-        for m in self.members:
-            m.state, m.why = "ready", ""
+
+    async def _agree(self) -> None:
+        """External servers may hold weights of an earlier run: those of the first one's version count, the others wait for new ones."""
+        found = [(await m.engine.health()).policy_version for m in self.members]
+        self.policy_version = found[0]
+        for m, version in zip(self.members, found, strict=True):
+            m.state, m.why, m.engine.policy_version = "ready", "", self.policy_version
+            if version != self.policy_version:
+                text = f"{m.engine.address} has weights of version {version}, {self.members[0].engine.address} of version {found[0]}"
+                self._down(m, EngineFailure(text, "engine: old weights"))
 
     def attach(self, policy_version: int) -> None:
         """Before `start`: another fleet looks after the servers. This one gives no commands and no weights, it uses those that have this version."""
@@ -145,22 +156,43 @@ class Fleet:
 
     async def _watch(self) -> None:
         """See servers die, bring them back, give them the weights they lack."""
-        busy: dict[Member, asyncio.Task[None]] = {}
+        busy: dict[tuple[Member, str], asyncio.Task[None]] = {}
+
+        def begin(m: Member, name: str, work: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
+            if (m, name) not in busy or busy[m, name].done():
+                busy[m, name] = asyncio.create_task(work(m))
+
         try:
             while True:
                 for m in self.members:
                     if m.state != "down" and m.process is not None and not m.process.alive:
                         self._down(m, EngineFailure(f"the server at {m.engine.address} died", "engine: server died"))
-                    if m.state != "ready" and (m not in busy or busy[m].done()):
-                        busy[m] = asyncio.create_task(self._bring_back(m))
+                    if m.state != "ready":
+                        begin(m, "bring back", self._bring_back)
+                    if m.engine.silent_s > SILENT_S:
+                        begin(m, "listen", self._listen)
                 await asyncio.sleep(POLL_S)
         finally:
             for task in busy.values():
                 task.cancel()
             await asyncio.gather(*busy.values(), return_exceptions=True)
 
+    async def _listen(self, member: Member) -> None:
+        """A server that works on something says so within seconds; one that does not is lost with all it has."""
+        try:
+            await member.engine.works()
+        except EngineFailure as e:
+            silent_s = member.engine.silent_s
+            if silent_s > SILENT_S:  # else it was paused meanwhile
+                text = f"{member.engine.address} has answered nothing for {silent_s:.0f} s and does not generate: {e}"
+                failure = EngineFailure(text, "engine: hangs")
+                self._down(member, failure)
+                member.engine.fail(failure)
+
     async def _bring_back(self, member: Member) -> None:
         """One try to make a member ready; what fails is noted, and the watcher tries again."""
+        if self._sending or (self._asleep and not self._paused):
+            return  # amid an update it must not go on; while all sleep its memory is another's
         try:
             if member.state == "down":
                 await self._revive(member)
@@ -186,8 +218,7 @@ class Fleet:
         if self._attached:
             await member.engine.generate((1, 1), SamplingParams(1), session="")  # not `score`, which ends a pause
             return
-        await member.engine.resume()
-        await member.engine.score((1, 1))  # proves that it generates, not only that it answers
+        await member.engine.score((1, 1), timeout_s=UNHEALTHY_S)  # proves that it generates, not only that it answers
 
     async def _refresh(self, member: Member) -> None:
         """Make a stale member ready: with the weights it has, if they are the current ones, else with those of `recovery`."""
@@ -196,13 +227,19 @@ class Fleet:
                 return
             found = (await member.engine.health()).policy_version
             if found != self.policy_version or member.spoilt:
+                member.why = f"it has weights of version {found}, those of version {self.policy_version} count"
                 if self.recovery is None:
-                    raise EngineFailure(
-                        f"{member.engine.address} has old weights and nobody gives it new ones", "engine: old weights"
-                    )
-                await member.engine.update_weights(await self.recovery(), self.policy_version)
+                    return  # until an update comes, if one does
+                try:
+                    if not await self.recovery(member.engine):
+                        return
+                except EngineFailure:
+                    member.spoilt = True
+                    raise
             member.spoilt = False
             member.engine.policy_version = self.policy_version
+            if member.engine.paused:
+                await member.engine.resume()
             await self._set(member, "ready")
 
     async def _usable(self, states: Sequence[str]) -> list[Member]:
@@ -277,9 +314,10 @@ class Fleet:
 
     async def sleep(self, *, weights: bool = False) -> None:
         """Free memory; `weights`: also theirs, so they must be sent again before the members are of use."""
-        self._asleep = True
-        tags = ALL_MEMORY if weights else KEPT_WEIGHTS
-        await self._on_each([m for m in self.members if m.state == "ready"], lambda e: e.sleep(tags))
+        async with self._weights:  # not amid a recovery
+            self._asleep = True
+            tags = ALL_MEMORY if weights else KEPT_WEIGHTS
+            await self._on_each([m for m in self.members if m.state == "ready"], lambda e: e.sleep(tags))
 
     async def wake(self, tags: Sequence[str] = KEPT_WEIGHTS, *, ready: bool = True) -> None:
         """Take memory back."""
@@ -315,7 +353,11 @@ class Fleet:
             for _ in range(ROUNDS):
                 members = await self._usable(("ready", "stale"))
                 await self._on_each([m for m in members if m.state == "stale"], lambda e: e.pause())
-                failed = await send([m.engine for m in members])
+                self._sending = True
+                try:
+                    failed = await send([m.engine for m in members])
+                finally:
+                    self._sending = False
                 if failed and all(text.startswith("weights ") for text in failed.values()):
                     break
                 await self._sort_out(members, failed, policy_version)

@@ -37,6 +37,12 @@ from agentrl.types import FinishReason
 
 QUICK_S = 10.0
 """of a question about the server's state"""
+START_S = 30.0
+"""of the question what the server is"""
+WORKS_S = 30.0
+"""of the question whether it generates; the server itself gives up after 20 s"""
+GIVEN_BACK = 16
+"""how often a request that the server gave up without a token is asked again; each sync gives up all"""
 ALL_MEMORY = ("kv_cache", "weights", "cuda_graph")
 KEPT_WEIGHTS = ("kv_cache", "cuda_graph")
 
@@ -49,6 +55,8 @@ class _Flight:
     rid: str = ""
     version: int = 0
     """of the weights when it was sent"""
+    given_back: int = 0
+    """times that the server gave it up before it had sampled anything"""
     sent: bool = False
     """the server has it and has not answered"""
     task: asyncio.Task[Any] | None = None
@@ -99,6 +107,8 @@ class SGLangEngine:
         """how often `start` found a server: what was agreed with an earlier one is gone"""
         self._name, self._asked = uuid.uuid4().hex, 0
         """of this client, and its requests so far: no two requests to a server have the same id"""
+        self._out, self._heard = 0, 0.0
+        """requests that the server has, and when it last answered one, or had none"""
         self._facts: ServerFacts | None = None
         self._flights: set[_Flight] = set()
         self._open = asyncio.Event()
@@ -141,13 +151,13 @@ class SGLangEngine:
         return min(known)
 
     async def start(self) -> None:
-        """Ask the server what it is; a second call asks again (after a restart).
+        """Ask the server what it is; a second call asks again (after a restart). An engine that is paused stays so.
 
         Raises:
             EngineFailure: it does not say, or is a router in front of servers.
         """
         try:
-            info = await self.http.get("/server_info", timeout_s=self._timeout_s)
+            info = await self.http.get("/server_info", timeout_s=min(START_S, self._timeout_s))
         except EngineFailure as e:
             raise await self._router() or e from None
         try:
@@ -157,7 +167,6 @@ class SGLangEngine:
         self._facts = ServerFacts.read(info, paths)
         self._asleep = False
         self.started += 1
-        self._open.set()
 
     async def _router(self) -> EngineFailure | None:
         """What to say if this is an sglang-router, which knows its servers and cannot bring weights to them."""
@@ -195,6 +204,9 @@ class SGLangEngine:
                 if finish_reason(answer, self.address) is FinishReason.ABORT:
                     if sampled_tokens(answer):
                         raise EngineAbort("the generation was given up while it was in flight", "weight update")
+                    flight.given_back += 1
+                    if flight.given_back > GIVEN_BACK:
+                        raise EngineAbort(f"{self.address} gave a request up again and again", "engine: gives up")
                     continue
                 if images:
                     check_prompt(answer, context, self.address)
@@ -239,9 +251,16 @@ class SGLangEngine:
     async def _send(self, flight: _Flight, body: dict[str, Any]) -> Any:
         await self._open.wait()
         flight.version, flight.sent = self.policy_version, True
+        clock = asyncio.get_running_loop().time
+        if not self._out:
+            self._heard = clock()
+        self._out += 1
         try:
-            return await self.http.post("/generate", body, timeout_s=self._generate_timeout_s)
+            answer = await self.http.post("/generate", body, timeout_s=self._generate_timeout_s)
+            self._heard = clock()
+            return answer
         finally:
+            self._out -= 1
             flight.sent = False
 
     def _checked(self, generation: Generation, flight: _Flight) -> Generation:
@@ -268,7 +287,13 @@ class SGLangEngine:
     async def resume(self) -> None:
         """Go on after `pause`."""
         await self._call("/continue_generation", {})
+        self._heard = asyncio.get_running_loop().time()
         self._open.set()
+
+    @property
+    def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return not self._open.is_set()
 
     async def abort(self, session: str | None = None) -> None:
         """Give up requests in flight, of one session or all: they raise EngineAbort at once, the server hears of it."""
@@ -281,9 +306,9 @@ class SGLangEngine:
     async def sleep(self, tags: Sequence[str] = KEPT_WEIGHTS) -> None:
         """Free the server's memory of these tags (the weights stay unless they are named); refused while requests are in flight."""
         facts = self.facts
-        if self._flights:
+        if self._out:
             raise EngineFailure(
-                f"the engine at {self.address} has {len(self._flights)} requests in flight and cannot sleep",
+                f"the engine at {self.address} has {self._out} requests in flight and cannot sleep",
                 "engine busy",
             )
         if facts.memory_saver and not self._asleep:
@@ -311,12 +336,30 @@ class SGLangEngine:
             deterministic=facts.deterministic,
         )
 
+    @property
+    def silent_s(self) -> float:
+        """For how long the server has had requests and answered none."""
+        return asyncio.get_running_loop().time() - self._heard if self._out and not self.paused else 0.0
+
+    async def works(self) -> None:
+        """Have the server prove that it generates; one that has something to do need not do more.
+
+        Raises:
+            EngineFailure: it does not.
+        """
+        await self.http.get("/health_generate", timeout_s=WORKS_S)
+        self._heard = asyncio.get_running_loop().time()
+
+    def fail(self, why: Failure) -> None:
+        """Have everything in flight raise this at once."""
+        for flight in list(self._flights):
+            flight.give_up(why)
+
     async def close(self) -> None:
         """Fail what is in flight and drop the connections; the server itself goes on. Idempotent."""
         self._closed = True
         self._open.set()
-        for flight in list(self._flights):
-            flight.give_up(EngineFailure("the engine was closed", "engine closed"))
+        self.fail(EngineFailure("the engine was closed", "engine closed"))
         for task in list(self._background):
             task.cancel()
         await self.http.close()
@@ -326,7 +369,7 @@ class SGLangEngine:
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
         """Have the server read a folder; see `Engine.update_weights`. The folder must be readable where the server runs."""
         await asyncio.to_thread(check_weights, weights, self._model_dir)
-        was_open = self._open.is_set()
+        was_open = not self.paused
         await self.begin_weights()
         body = {"model_path": str(weights.path), "flush_cache": True, "weight_version": str(policy_version)}
         await self._call("/update_weights_from_disk", body)
@@ -336,7 +379,7 @@ class SGLangEngine:
 
     async def begin_weights(self, *, bracket: bool = False) -> None:
         """Pause and give up what is in flight; `bracket`: announce weights over tensors or a group where the server wants it."""
-        if self._open.is_set():
+        if not self.paused:
             await self.pause()
         await self.give_up()
         if bracket and self.facts.brackets:
@@ -362,7 +405,7 @@ class SGLangEngine:
                 f"{self.address} says version {found} after version {policy_version} was sent", "engine: old weights"
             )
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], *, timeout_s: float | None = None) -> list[float]:
         """Log-probs of ids[1:] by the weights that the server has now, also while it is paused for everybody else."""
         await self._call("/continue_generation", {})
         body = {
@@ -371,7 +414,7 @@ class SGLangEngine:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
+        answer = await self.http.post("/generate", body, timeout_s=timeout_s or self._timeout_s)
         pairs = answer["meta_info"]["input_token_logprobs"]
         return [float(p[0]) for p in pairs[1:]]
 

@@ -61,7 +61,7 @@ class WeightSync:
     async def begin(self, trainer: Trainer, engine: Engine) -> None:
         """Both sides have started: see to it that an engine that comes back later gets the weights that count."""
         if isinstance(engine, Fleet):
-            engine.recovery = lambda: self.current(trainer)
+            engine.recovery = lambda lost: self.recover(trainer, engine, lost)
             self._probe = await probe_ids(engine)
 
     def metrics(self) -> dict[str, float]:
@@ -78,11 +78,25 @@ class WeightSync:
     async def take_back(self, trainer: Trainer, engine: Engine) -> None:
         """Undo `lend(keep_weights=True)`."""
 
-    async def current(self, trainer: Trainer) -> WeightsManifest:
-        """The trainer's weights as a folder, for an engine that lost its own."""
+    async def recover(self, trainer: Trainer, fleet: Fleet, engine: SGLangEngine) -> bool:
+        """Bring the weights that count to an engine that lost its own, and check them; False: not now.
+
+        Raises:
+            EngineFailure: nothing is known of its weights.
+        """
+        manifest, expected = await self.current(trainer, fleet)
+        await engine.update_weights(manifest, fleet.policy_version)
+        failed = await self.verify([engine], expected)
+        for text in failed.values():
+            cause, _, message = text.partition("\n")
+            raise EngineFailure(message, cause)
+        return True
+
+    async def current(self, trainer: Trainer, fleet: Fleet) -> tuple[WeightsManifest, Expected]:
+        """The trainer's weights as a folder, and what an engine says that has them."""
         target = self.folder / "current"
         shutil.rmtree(target, ignore_errors=True)
-        return await asyncio.to_thread(trainer.export_weights, target)
+        return await asyncio.to_thread(trainer.export_weights, target), await self.expected(trainer, fleet)
 
     async def expected(self, trainer: Any, engine: Fleet) -> Expected:
         """What the engines must say if they have the trainer's weights."""

@@ -12,10 +12,11 @@ from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
-from agentrl.engine.sglang import KEPT_WEIGHTS, SGLangEngine
+from agentrl.engine.sglang import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
 from agentrl.engine.sglang_install import gpus
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineFailure
 from agentrl.sync.base import WeightSync, on_each
+from agentrl.sync.verify import Expected
 from agentrl.train.base import Trainer
 from agentrl.train.delivery import Target
 
@@ -46,6 +47,8 @@ class ColocatedSync(WeightSync):
 
         async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
             failed: dict[str, str] = {}
+            if self.lent:  # one that came back meanwhile is awake
+                await on_each(engines, failed, lambda e: e.sleep(ALL_MEMORY))
             await self._onload(trainer)
             if self.lent:
                 await on_each(engines, failed, lambda e: e.wake(("weights",), ready=False))
@@ -62,6 +65,8 @@ class ColocatedSync(WeightSync):
                 await on_each(engines, failed, lambda e: e.end_weights(policy_version))
             return failed | await self.verify([e for e in engines if e.address not in failed], expected)
 
+        if self.lent and all(m.state == "down" for m in fleet.members):
+            await self._offload(trainer)  # room for those that died in their sleep
         await fleet.transfer(send, policy_version)
         if self.lent:
             self.lent = False
@@ -110,14 +115,26 @@ class ColocatedSync(WeightSync):
             self.lent = False
             await require_fleet(engine).wake()
 
-    async def current(self, trainer: Trainer) -> WeightsManifest:
-        """See `WeightSync.current`; a trainer that is not on the card comes and goes."""
-        away = self._offloaded
+    async def recover(self, trainer: Trainer, fleet: Fleet, engine: SGLangEngine) -> bool:
+        """See `WeightSync.recover`; not while others play on the trainer's cards: the next sync comes to it anyway."""
+        if self._in_turns and any(m.state == "ready" for m in fleet.members):
+            return False
+        return await super().recover(trainer, fleet, engine)
+
+    async def current(self, trainer: Trainer, fleet: Fleet) -> tuple[WeightsManifest, Expected]:
+        """See `WeightSync.current`; the cards are the trainer's meanwhile."""
+        if not self._in_turns:
+            return await super().current(trainer, fleet)
+        failed: dict[str, str] = {}
+        up = [m.engine for m in fleet.members if m.state == "stale"]
+        await on_each(up, failed, lambda e: e.sleep())
         await self._onload(trainer)
-        manifest = await super().current(trainer)
-        if away:
-            await self._offload(trainer)
-        return manifest
+        found = await super().current(trainer, fleet)
+        await self._offload(trainer)
+        await on_each(up, failed, lambda e: e.wake())
+        if failed:
+            raise EngineFailure("; ".join(failed.values()), "engine: memory")
+        return found
 
     def _note(self, stage: str) -> None:
         """Note the free memory of the first card."""
@@ -126,8 +143,8 @@ class ColocatedSync(WeightSync):
 
     async def _onload(self, trainer: Trainer) -> None:
         if self._offloaded:
-            self._offloaded = False
             await asyncio.to_thread(trainer.onload)
+            self._offloaded = False
 
     async def _offload(self, trainer: Trainer) -> None:
         if self._in_turns and not self._offloaded:

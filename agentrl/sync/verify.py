@@ -38,7 +38,7 @@ async def probe_ids(fleet: Fleet) -> list[int]:
     """What the model itself says after an arbitrary token: of ids that it finds likely, two implementations of its weights say nearly the
     same in bf16 too, while of ids drawn at random they may be apart by more than wrong weights would show.
     """
-    first = fleet.members[0].engine
+    first = next(m.engine for m in fleet.members if m.state == "ready")
     start = Random(0).randrange(first.vocab_size or 256)
     length = min(PROBE_TOKENS, first.context_length - 2)
     return [start, *await first.greedy([start], length - 1)]

@@ -43,6 +43,8 @@ class Workers:
         self.logs = [folder / f"rank{r}.log" for r in range(world)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
+        self._why = ""
+        """the failure that stopped them"""
         self._asking = threading.RLock()
         """one question at a time, from whatever thread"""
         env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
@@ -90,7 +92,7 @@ class Workers:
 
     def _ask(self, command: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
         if not self.connections:
-            raise WorkerError(f"{command}: the trainer's workers have been stopped")
+            raise WorkerError(f"{command}: the trainer's workers have been stopped{self._why}")
         try:
             for rank, connection in enumerate(self.connections):
                 sent = False
@@ -100,7 +102,8 @@ class Workers:
                 if not sent:
                     self._died(command, rank)
             return self._collect(command, timeout_s)
-        except BaseException:
+        except BaseException as e:
+            self._why = f", since {e}" if str(e) else ""
             self.close(grace_s=0)
             raise
 

@@ -196,6 +196,7 @@ class TrainerRank:
 
     def deliver(self, action: str, arguments: dict[str, Any]) -> Any:
         """Bring the weights to engines; `action` names a method of `Sender`."""
+        self._complete()
         return getattr(self._sender, action)(**arguments)
 
     def save(self, path: Path) -> None:

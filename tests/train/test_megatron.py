@@ -145,7 +145,9 @@ def check_step(trainer, hf, rows, folder):
     torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], lr=1e-2
     ).step()
+    delivered = trainer.deliver("checksums", kind="sha256")
     trainer.export_weights(folder)
+    assert trainer.deliver("checksums", kind="sha256") == delivered, "what a sync sends at once is what is exported"
     after = read(folder)
     for name, parameter in hf.named_parameters():
         assert (after[name] - before[name]).abs().max() > 5e-3, name
@@ -218,7 +220,7 @@ def hung(trainer, rows):
     with pytest.raises(WorkerError, match="did not answer within 1 s"):
         trainer.step(rows, LossConfig(), 1e-3)
     assert all(p.poll() is not None for p in processes)
-    with pytest.raises(WorkerError, match="have been stopped"):
+    with pytest.raises(WorkerError, match="have been stopped, since step: rank 0 did not answer within 1 s"):
         trainer.step(rows, LossConfig(), 1e-3)
 
 
