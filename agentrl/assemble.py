@@ -17,7 +17,7 @@ from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, make_env_class
-from agentrl.episode import EpisodeRunner, Limits
+from agentrl.episode import EpisodeRunner, Limits, Pools
 from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
@@ -64,6 +64,7 @@ class Parts:
             **config.model.template_args,
         )
         self._known_roles: set[str] = set()
+        self._pools: Pools | None = None
         self._check_conversation()
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_policy = resolve_context_policy(config.env.context_policy)
@@ -119,6 +120,8 @@ class Parts:
     ) -> EpisodeRunner:
         """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
         r = self.config.rollout
+        if self._pools is None:
+            self._pools = Pools(self.env_class, keep, processes)
         sampling = SamplingParams(
             max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
         )
@@ -132,8 +135,7 @@ class Parts:
             sampling=sampling,
             seed=seed,
             context_policy=self.context_policy,
-            keep=keep,
-            processes=processes,
+            pools=self._pools,
         )
 
     def runner_processes(self, engine: Engine, say: Callable[[str], None]) -> RunnerProcesses | None:

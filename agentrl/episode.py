@@ -16,6 +16,7 @@ import inspect
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
@@ -35,7 +36,7 @@ from agentrl.images import carry, image_parts
 from agentrl.pool import Pool
 from agentrl.recorder import Recorder
 from agentrl.render.context import ContextPolicy, ContextView, checked, newest, view_of
-from agentrl.render.fit import anew, follow
+from agentrl.render.fit import anew, follow, is_long
 from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
@@ -84,6 +85,24 @@ class Limits:
     max_calls_per_turn: int = 8
 
 
+class Pools:
+    """Where user code runs. One for all runners of a job, since what hangs goes on hanging from rollout to rollout."""
+
+    def __init__(self, env_class: type[Env], keep: Keep | None = None, processes: int = 1) -> None:
+        """`keep` is given tools' outputs that were cut, whole; `processes`: how many like this one share the tools' limits."""
+        label, threads = env_class.label(), env_class.threads
+        self.toolbox = Toolbox(keep, processes)
+        self.env = Pool(f"env-{label}", threads=threads, max_abandoned=threads)
+        self.closing = Pool(f"close-{label}", threads=threads, max_abandoned=_MAX_HUNG_CLOSES)
+        """of its own, so that closing goes on when every other call hangs"""
+
+    def close(self) -> None:
+        """Let idle threads end; further calls start new ones."""
+        self.toolbox.close()
+        self.env.close()
+        self.closing.close()
+
+
 class EpisodeRunner:
     """Everything the episodes of one environment share. `run` plays one; any number may run at once."""
 
@@ -99,13 +118,11 @@ class EpisodeRunner:
         sampling: SamplingParams,
         seed: int,
         context_policy: ContextPolicy | None = None,
-        keep: Keep | None = None,
-        processes: int = 1,
+        pools: Pools | None = None,
     ) -> None:
         """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed).
 
-        `context_policy` goes before the environment's own; `keep` is given tools' outputs that were cut, whole; `processes`: how many
-        runners like this one share the tools' limits.
+        `context_policy` goes before the environment's own; `pools` are shared with other runners, if given.
         """
         self.make_env = env
         self.env_class = env_class
@@ -116,10 +133,8 @@ class EpisodeRunner:
         self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
         self.seed = seed
         self.context_policy = context_policy
-        self.toolbox = Toolbox(keep, processes)
-        self.env_pool = Pool(f"env-{env_class.label()}", threads=env_class.threads, max_abandoned=env_class.threads)
-        self.close_pool = Pool(f"close-{env_class.label()}", threads=env_class.threads, max_abandoned=_MAX_HUNG_CLOSES)
-        """of its own, so that closing goes on when every other call hangs"""
+        self.pools = pools or Pools(env_class)
+        self.toolbox = self.pools.toolbox
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close. Failures come back as the trajectory's stop reason; raised are only a cancel and what no retry mends.
@@ -147,15 +162,13 @@ class EpisodeRunner:
     async def rewrite(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
         """What a context policy makes of a conversation; None: it stays as it is."""
         with boundary(EnvFailure, "context policy"):
-            made = await self.env_pool.call(policy, view, timeout_s=self.env_class.timeout_s)
+            made = await self.pools.env.call(policy, view, timeout_s=self.env_class.timeout_s)
         messages = checked(made, view)
         return None if messages is None else await carry(messages)
 
     def close(self) -> None:
-        """Let the idle threads of all pools end."""
-        self.toolbox.close()
-        self.env_pool.close()
-        self.close_pool.close()
+        """Let the idle threads of the pools end."""
+        self.pools.close()
 
 
 class Episode:
@@ -226,20 +239,20 @@ class Episode:
         if is_plain(runner.make_env, runner.env_class):
             self.env = runner.make_env()
         else:
-            made = runner.env_pool.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
+            made = runner.pools.env.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
             self.making = asyncio.ensure_future(made)
             with boundary(EnvFailure, "env constructor"):
                 self.env = await asyncio.shield(self.making)
         with boundary(EnvFailure, "tool constructor"):
             if any(map(inspect.isclass, self.env.tools)):
-                specs = await runner.env_pool.call(self.env.tool_specs, timeout_s=runner.env_class.timeout_s)
+                specs = await runner.pools.env.call(self.env.tool_specs, timeout_s=runner.env_class.timeout_s)
             else:
                 specs = self.env.tool_specs()
         self.tools = {t.name: t for t in specs}
         with boundary(EnvFailure, "tool setup"):
             for tool in self.env.tool_instances:
                 seed = derive_seed(self.seed, "tool")
-                await runner.env_pool.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
+                await runner.pools.env.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
         self.spec = await carry_task(self.spec)
         first = await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
         first = Observation(tuple(await carry(Observation.of(first).messages)))
@@ -250,7 +263,8 @@ class Episode:
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
         self.first = len(self.conversation)
-        pieces = runner.renderer.prompt(self.conversation, [t.schema for t in self.tools.values()])
+        prompt = partial(runner.renderer.prompt, self.conversation, [t.schema for t in self.tools.values()])
+        pieces = await asyncio.to_thread(prompt) if is_long(self.conversation) else prompt()
         self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
         self.prompt_length = self.recorder.length()
 
@@ -352,7 +366,7 @@ class Episode:
     async def observe(self) -> StopReason | None:
         """Append the observation and the next turn's header to the context; a stop reason if there is no room for another token."""
         turn, renderer, limits = self.now, self.runner.renderer, self.runner.limits
-        messages = list(turn["observation"].messages)
+        messages = turn["observation"].messages
         if not messages:
             raise ContractError(
                 f"{self.runner.env_class.label()}.step ended nothing and observed nothing; return an observation or terminated=True"
@@ -369,9 +383,12 @@ class Episode:
             if (made := await self.runner.rewrite(policy, view)) is not None:
                 turn["context"] = tuple(made)
         if "context" in turn:
-            found = anew(renderer, *newest(turn["context"]), "the context policy", most - 1, tools)
+            before, messages = newest(turn["context"])
+            render = partial(anew, renderer, before, messages, "the context policy", most - 1, tools)
         else:
-            found = follow(*grown, room=min(context_room, budget_room) - 1, room_anew=most - 1, tools=tools)
+            room = min(context_room, budget_room) - 1
+            render = partial(follow, *grown, room=room, room_anew=most - 1, tools=tools)
+        found = await asyncio.to_thread(render) if is_long(messages) else render()
         if found is None:
             return tight
         if found.opens is not None:
@@ -413,7 +430,7 @@ class Episode:
         with boundary(EnvFailure, f"env {method}"):
             if getattr(call, "__func__", None) in _OWN:
                 return await call(*args, **kwargs)
-            return await self.runner.env_pool.call(call, *args, timeout_s=self.runner.env_class.timeout_s, **kwargs)
+            return await self.runner.pools.env.call(call, *args, timeout_s=self.runner.env_class.timeout_s, **kwargs)
 
     async def close(self) -> None:
         """Take the environment's last state, then close its tools, itself and the engine's session. Called once, whatever happened.
@@ -442,7 +459,7 @@ class Episode:
         """Make one closing call; None if it failed."""
         try:
             with boundary(kind, where):
-                value = await self.runner.close_pool.call(call, timeout_s=self.runner.env_class.timeout_s)
+                value = await self.runner.pools.closing.call(call, timeout_s=self.runner.env_class.timeout_s)
                 if where == "env state" and not isinstance(value, Mapping):
                     raise TypeError(f"state must return a mapping, found {type(value).__name__}")
                 return value

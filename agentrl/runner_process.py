@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from agentrl.episode import EpisodeRunner
-from agentrl.errors import AgentRLError, ContractError, WorkerError
+from agentrl.errors import AgentRLError, ContractError, UsageError, WorkerError
 from agentrl.rollout import fewer_collections
 from agentrl.types import (
     Action,
@@ -150,7 +150,7 @@ class _Process:
         try:
             kind, payload = Kind.DONE, _pickled(await work)
         except Exception as e:  # noqa: BLE001  handed to the controller, where it is raised
-            kind, payload = Kind.RAISED, pickle.dumps(_portable(e))
+            kind, payload = Kind.RAISED, _portable(e)
         self.channel.send(kind, number, payload)
         with suppress(OSError):  # the controller is gone, as `listen` will see
             await self.channel.drain()
@@ -204,8 +204,17 @@ def _pickled(value: Any) -> bytes:
         ) from e
 
 
-def _portable(error: BaseException) -> AgentRLError:
-    """An error that can be pickled and says as much."""
+def _portable(error: BaseException) -> bytes:
+    """An error, pickled: as it is if it is one of ours and comes back as such, else as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error if isinstance(error, AgentRLError) else WorkerError("".join(traceback.format_exception(error)))
+    if isinstance(error, AgentRLError):
+        try:
+            data = pickle.dumps(error)
+            pickle.loads(data)
+            return data
+        except Exception:  # noqa: BLE001  user code again: a class of its own, with what it holds
+            pass
+        ours = UsageError if isinstance(error, UsageError) else WorkerError
+        return pickle.dumps(ours(f"{type(error).__name__}: {error}"))
+    return pickle.dumps(WorkerError("".join(traceback.format_exception(error))))

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from agentrl.engine.connection import unchunked
+from agentrl.engine.connection import Connection, unchunked
 from agentrl.engine.http import HttpClient
 from agentrl.errors import EngineFailure
 
@@ -54,6 +54,9 @@ class Server:
                         linger = struct.pack("ii", 1, 0)
                         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                         return writer.transport.abort()
+                    if piece == "wait":
+                        await asyncio.sleep(0.1)
+                        continue
                     if piece == "hold":
                         await reader.read()
                         return await self.end(writer)
@@ -217,6 +220,63 @@ async def test_an_answer_that_nobody_asked_for_spoils_the_connection():
     async with serving([WHOLE + WHOLE], [WHOLE]) as (server, client):
         assert await post(client) == await post(client) == VALUE
         assert server.connections == 2
+
+
+async def test_a_head_that_nobody_asked_for_spoils_the_connection_too():
+    class Wire(asyncio.Transport):
+        def is_closing(self):
+            return False
+
+        def write(self, data): ...
+
+    connection = Connection()
+    connection.connection_made(Wire())
+    asked = asyncio.create_task(connection.ask(b"x", 5.0))
+    await asyncio.sleep(0)
+    connection.data_received(WHOLE)
+    connection.data_received(WHOLE[: -len(BODY)])  # before `ask` goes on
+    assert (await asked).content == BODY
+    assert not connection.usable
+
+
+async def test_a_cancel_that_comes_with_the_answer_leaves_no_connection_behind(monkeypatch):
+    async with serving([WHOLE], [WHOLE]) as (server, client):
+        done = Connection._done
+
+        def done_and_cancelled(self, content, rest):
+            done(self, content, rest)
+            task.cancel()
+
+        monkeypatch.setattr(Connection, "_done", done_and_cancelled)
+        task = asyncio.create_task(post(client))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        monkeypatch.undo()
+        assert await post(client) == VALUE
+        assert (server.connections, len(client._idle), len(client._busy)) == (2, 1, 0)
+
+
+async def test_lost_long_after_it_was_sent_it_is_not_asked_again(monkeypatch):
+    """A server that works on it (SGLang sends nothing until it is done) may have it still."""
+    monkeypatch.setattr("agentrl.engine.http.CLOSED_BEFORE_S", 0.05)
+    async with serving([WHOLE], ["wait", "close"], [WHOLE]) as (server, client):
+        await post(client)
+        with pytest.raises(EngineFailure) as e:
+            await post(client)
+        assert e.value.cause == "engine: connection lost"
+        assert len(server.requests) == 2
+
+
+async def test_what_was_under_way_when_the_client_closed_is_not_asked_again():
+    async with serving([WHOLE], ["hold"], [WHOLE]) as (server, client):
+        await post(client)
+        task = asyncio.create_task(post(client))
+        while len(server.requests) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await client.close()
+        with pytest.raises(EngineFailure):
+            await task
+        assert len(server.requests) == 2
 
 
 async def test_no_answer_in_time():

@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
-from doubles import FakeEngine, call, groups_of, make_runner, until
+from doubles import PARIS, FakeEngine, call, groups_of, make_runner, until
 
-from agentrl import ToolEnv, tool
+from agentrl import Env, StepResult, ToolEnv, tool
 from agentrl.errors import EngineFailure
 from agentrl.reward import Reward
 from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.types import EpisodeSpec
 
 SOON_S = 10
 
@@ -163,3 +165,25 @@ async def test_slow_environments_share_their_threads_and_hold_up_no_others(herme
     assert len(at_once) == 6
     slow.close()
     quick.close()
+
+
+async def test_an_observation_of_megabytes_does_not_block_the_event_loop(hermes):
+    class Flood(Env):
+        async def step(self, action):
+            return StepResult("one two three " * 200_000)
+
+    gaps = []
+
+    async def clock():
+        before = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.01)
+            now = time.perf_counter()
+            gaps.append(now - before)
+            before = now
+
+    ticking = asyncio.create_task(clock())
+    t = await make_runner(Flood, ["x"], hermes, max_turns=3).run(EpisodeSpec(PARIS, 0, 0))
+    ticking.cancel()
+    assert t.turns[0].observation_cut_tokens > 100_000
+    assert max(gaps) < 0.4, "it takes seconds"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from sglang_double import Double
 
 from agentrl.engine import fleet as fleets
@@ -118,6 +119,39 @@ async def test_a_server_that_gives_up_without_being_asked_is_not_asked_for_ever(
         await task
     assert len(doubles[0].bodies) == GIVEN_BACK + 1
     await engine.close()
+
+
+async def test_a_lost_connection_is_no_lost_server(fleet, doubles):
+    for fault in ("close", "reset"):
+        for d in doubles:
+            d.faults = [fault, fault]
+        for s in "ab":
+            with pytest.raises(EngineFailure) as e:
+                await ask(fleet, s)
+            assert e.value.cause == "engine: connection lost"
+    assert [m.state for m in fleet.members] == ["ready", "ready"]
+    assert fleet.causes == {}
+    doubles[0].faults = doubles[1].faults = ["reset"]
+    doubles[0].refuse = doubles[1].refuse = {"/model_info": 503}
+    with pytest.raises(EngineFailure):
+        await ask(fleet)
+    assert fleet.causes == {"engine: connection lost": 1}
+
+
+async def test_a_proof_that_makes_no_sense_is_a_failure_and_is_asked_for_again(doubles):
+    fleet = fleet_at(doubles[0])
+    await fleet.start()
+    answered = doubles[0].generate
+
+    async def without(*_):
+        return web.json_response({})
+
+    doubles[0].generate = without
+    fleet.suspect(doubles[0].address, EngineFailure("reset", "engine: unreachable"))
+    await until(lambda: "log-probs of a prompt" in fleet.members[0].why)
+    doubles[0].generate = answered
+    assert (await ask(fleet)).ids
+    await fleet.close()
 
 
 # -- coming back ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """The next request may go over it."""
-        return not (self._closes or self._buffer or self.transport.is_closing())
+        said = self._buffer or self._length != -1 or self._until_end  # of something that nobody asked for
+        return not (said or self._closes or self.transport.is_closing())
 
     async def ask(self, request: bytes, timeout_s: float) -> Answer:
         """Send a request and wait for the answer; without one the connection is closed.

@@ -274,9 +274,21 @@ class Fleet:
         try:
             return await member.engine.generate(ids, sampling, session=session, images=images)
         except EngineFailure as e:
-            if e.cause.startswith("engine:") and not e.cause.startswith("engine: HTTP 4"):
-                self._down(member, e)
+            await self._judge(member, e)
             raise
+
+    async def _judge(self, member: Member, failure: EngineFailure) -> None:
+        """Take a member out for a failed request, unless the fault was the request's or of one connection alone."""
+        cause = failure.cause
+        if not cause.startswith("engine:") or cause.startswith("engine: HTTP 4"):
+            return
+        try:
+            if cause == "engine: connection lost":
+                await member.engine.health()
+                return
+        except EngineFailure:
+            pass  # it is gone
+        self._down(member, failure)
 
     async def _member_of(self, session: str) -> Member:
         member = self._where.get(session)

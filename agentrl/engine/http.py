@@ -1,7 +1,7 @@
 """One HTTP server as an engine's client sees it: JSON in, JSON out, and every fault an EngineFailure with a short cause.
 
-Retried is one thing only: a kept-alive connection that the server closed before any byte of the answer came (SGLang closes idle ones
-after some seconds). It is asked once more on a fresh connection. A 4xx is never retried, a 5xx and a lost connection are failures.
+Retried is one thing only: a kept-alive connection that turns out closed as soon as it is used, before any byte of the answer came (SGLang
+closes idle ones after some seconds). It is asked once more on a fresh connection. A 4xx is never retried, a 5xx and a lost connection are failures.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from agentrl.errors import EngineFailure
 KEEP_ALIVE_S = 4.0
 """idle connections are dropped by us before the server does it"""
 CONNECT_S = 10.0
+CLOSED_BEFORE_S = 1.0
+"""a connection lost so soon after a request was closed before it came; later the server may have begun to work on it"""
 _QUOTED = 400
 """characters of an error page that are quoted"""
 
@@ -31,6 +33,7 @@ class HttpClient:
         """the one used last at the end"""
         self._busy: set[Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
 
     async def post(self, path: str, body: Any, *, timeout_s: float) -> Any:
         """Send `body` as JSON; returns the parsed answer (text where it is no JSON).
@@ -47,6 +50,7 @@ class HttpClient:
 
     async def close(self) -> None:
         """Drop all connections; idempotent."""
+        self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.close()
         self._idle.clear()
@@ -55,12 +59,13 @@ class HttpClient:
             self._sweep = None
 
     async def _ask(self, path: str, request: bytes, timeout_s: float) -> Any:
-        kept = self._kept()
+        kept, clock = self._kept(), asyncio.get_running_loop().time
+        begun = clock()
         try:
             try:
                 answer = await self._once(kept or await self._connect(timeout_s), request, timeout_s)
             except Lost as e:
-                if kept is None or e.begun:
+                if kept is None or e.begun or self._closed or clock() - begun > CLOSED_BEFORE_S:
                     raise
                 answer = await self._once(await self._connect(timeout_s), request, timeout_s)
         except TimeoutError as e:
@@ -76,14 +81,16 @@ class HttpClient:
 
     async def _once(self, connection: Connection, request: bytes, timeout_s: float) -> Answer:
         self._busy.add(connection)
+        answered = False
         try:
             answer = await connection.ask(request, timeout_s)
-        finally:
+            answered = True
+        finally:  # also after a cancel that came with the answer
             self._busy.discard(connection)
-        if connection.usable:
-            self._keep(connection)
-        else:
-            connection.close()
+            if answered and connection.usable and not self._closed:
+                self._keep(connection)
+            else:
+                connection.close()
         return answer
 
     async def _connect(self, timeout_s: float) -> Connection:

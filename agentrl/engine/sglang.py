@@ -31,7 +31,7 @@ from agentrl.engine.sglang_protocol import (
     within,
 )
 from agentrl.engine.weights import check_weights
-from agentrl.errors import EngineAbort, EngineFailure, Failure
+from agentrl.errors import EngineAbort, EngineFailure, Failure, boundary
 from agentrl.images import Placed
 from agentrl.types import FinishReason
 
@@ -415,15 +415,16 @@ class SGLangEngine:
             "logprob_start_len": 0,
         }
         answer = await self.http.post("/generate", body, timeout_s=timeout_s or self._timeout_s)
-        pairs = answer["meta_info"]["input_token_logprobs"]
-        return [float(p[0]) for p in pairs[1:]]
+        with boundary(EngineFailure, "engine: log-probs of a prompt"):
+            return [float(p[0]) for p in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """The likeliest continuation by the weights that the server has now, whatever their version."""
         params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
         body = {"input_ids": list(ids), "sampling_params": params}
         answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
-        return [int(i) for i in answer["output_ids"]]
+        with boundary(EngineFailure, "engine: greedy generation"):
+            return [int(i) for i in answer["output_ids"]]
 
     async def give_up(self) -> None:
         """Have the paused server answer everything that it has; requests without a sampled token will be asked again.

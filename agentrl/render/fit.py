@@ -11,6 +11,8 @@ from agentrl.render.base import Delta, Pieces
 from agentrl.render.template import Renderer
 from agentrl.types import Message, Provenance
 
+LONG = 1 << 16
+"""characters; about 20 ms"""
 _ROUNDS = 8
 
 
@@ -142,6 +144,11 @@ def shortened(renderer: Renderer, messages: Sequence[Message], by: int) -> list[
         content[part] = {**content[part], "text": text}
     kept[number] = {**kept[number], "content": content}
     return kept
+
+
+def is_long(messages: Sequence[Message]) -> bool:
+    """So much text that rendering it takes longer than an event loop may stand still."""
+    return sum(len(text) for _, text in _texts(messages)) > LONG
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[tuple[int, int | None], str]]:
