@@ -77,8 +77,10 @@ class Recorder:
             )
 
     def context(self, agent_id: str = "policy") -> list[int]:
-        """The ids of the agent's current segment, to be sent to the engine. A copy."""
-        return self._segments[self._current[agent_id]].ids.copy()
+        """The ids of the agent's current segment, to be sent to the engine. Not to be changed; it stays as it is."""
+        segment = self._segments[self._current[agent_id]]
+        segment.lent = True
+        return segment.ids
 
     def images(self, agent_id: str = "policy") -> tuple[Placed, ...]:
         """The images of the agent's current segment and where they stand in `context`."""
@@ -135,18 +137,23 @@ class Recorder:
 class _Open:
     """A segment being built: its spans, their ids in one list, and the checksum of these."""
 
-    __slots__ = ("_crc", "_summed", "agent_id", "ids", "images", "spans")
+    __slots__ = ("_crc", "_summed", "agent_id", "ids", "images", "lent", "spans")
 
     def __init__(self, agent_id: str) -> None:
         self.agent_id = agent_id
         self.spans: list[Span] = []
         self.ids: list[int] = []
         self.images: list[Placed] = []
+        self.lent = False
+        """somebody has `ids`, so it is replaced and not extended: no two lists of it while an engine works"""
         self._crc = self._summed = 0
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
-        self.ids.extend(span.ids)
+        if self.lent:
+            self.ids, self.lent = [*self.ids, *span.ids], False
+        else:
+            self.ids.extend(span.ids)
 
     def checksum(self) -> int:
         """Of `ids`."""

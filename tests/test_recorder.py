@@ -35,11 +35,14 @@ def test_each_context_is_an_exact_prefix_of_the_next(prompt, turns):
     assert [segment.ids[: len(ids)] for ids in sent] == sent
 
 
-def test_a_context_is_a_copy():
+def test_a_context_stays_as_it_was_when_the_episode_goes_on():
     recorder = Recorder()
     recorder.open([(PROMPT, [1])])
-    recorder.context().append(99)
-    assert recorder.context() == [1]
+    first = recorder.context()
+    recorder.extend([(PROMPT, [2]), (PROMPT, [3])], turn=0)
+    second = recorder.context()
+    recorder.sampled(generation([4]), turn=1, temperature=1.0)
+    assert (first, second, recorder.context()) == ([1], [1, 2, 3], [1, 2, 3, 4])
 
 
 def test_an_empty_generation_leaves_no_span():

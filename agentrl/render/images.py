@@ -7,7 +7,7 @@ copies (Qwen2-VL, arXiv:2409.12191, §2.1). Pixels are made when a `Sample` is, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from agentrl.errors import TemplateError
 from agentrl.images import Image, Placed
 from agentrl.render.base import Pieces
+from agentrl.render.scaffold import merged
 from agentrl.types import Provenance
 
 _PLACEHOLDERS = ("<|image_pad|>", "<image_pad>")
@@ -79,7 +80,7 @@ class Images:
                     out += [(kind, ids[at:i]), (provenance, (token,) * self.tokens(next(rest)))]
                     at = i + 1
             out.append((kind, ids[at:]))
-        return _merged(out)
+        return merged(out)
 
     def placed(self, pieces: Pieces, images: Sequence[Image]) -> list[Placed]:
         """Where the images stand in pieces that were expanded, counted from their beginning."""
@@ -109,13 +110,3 @@ def images_of_model(folder: str | Path, added: Mapping[str, int]) -> Images | Te
         return Images.load(folder, added)
     except TemplateError as e:
         return e
-
-
-def _merged(pieces: Iterable[tuple[Provenance, tuple[int, ...]]]) -> Pieces:
-    out: list[tuple[Provenance, tuple[int, ...]]] = []
-    for kind, ids in pieces:
-        if ids and out and out[-1][0] is kind:
-            out[-1] = kind, out[-1][1] + ids
-        elif ids:
-            out.append((kind, ids))
-    return tuple(out)

@@ -88,13 +88,16 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def merged(pieces: Iterable[tuple[Provenance, Sequence[int]]]) -> Pieces:
-    """Neighbours of one provenance made one, empty pieces left out."""
-    out: list[tuple[Provenance, list[int]]] = []
+    """Neighbours of one provenance made one, empty pieces left out; what has no such neighbour is kept as the tuple it is."""
+    out: list[tuple[Provenance, Sequence[int]]] = []
     for kind, ids in pieces:
         if ids and out and out[-1][0] is kind:
-            out[-1][1].extend(ids)
+            before = out[-1][1]
+            if not isinstance(before, list):
+                out[-1] = kind, before = kind, list(before)
+            before.extend(ids)
         elif ids:
-            out.append((kind, list(ids)))
+            out.append((kind, ids if isinstance(ids, tuple) else list(ids)))
     return tuple((kind, tuple(ids)) for kind, ids in out)
 
 

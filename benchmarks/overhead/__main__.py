@@ -62,10 +62,12 @@ def measure(episodes: int, turns: int, concurrency: int, repeats: int, args: arg
         try:
             for i in range(repeats + 1):
                 for name, worker in workers.items():
-                    before = worker.ask(address=mock.address, episodes=episodes, turns=turns, concurrency=concurrency)
+                    before = mock.stats()["cpu_s"]
+                    run = worker.ask(address=mock.address, episodes=episodes, turns=turns, concurrency=concurrency)
+                    run["mock_cpu_s"] = mock.stats()["cpu_s"] - before
                     if i:
-                        runs[name].append(before)
-                        _complain(name, before, episodes)
+                        runs[name].append(run)
+                        _complain(name, run, episodes)
         finally:
             for worker in workers.values():
                 worker.__exit__(None, None, None)
@@ -78,11 +80,13 @@ def _complain(name: str, run: dict[str, Any], episodes: int) -> None:
         raise RuntimeError(f"{name}: {run['done']} of {episodes} episodes, {bad}\n{run.get('causes')}")
 
 
-def growth(runs: Runs, turns: int) -> tuple[float, float]:
-    """CPU ms of a turn about turn 4 and about the last but one: medians over runs of the means of three rounds."""
+def _growth(runs: Runs, turns: int) -> float:
+    """How many times the CPU of turn 4 the last but one takes, by medians over runs of the means of three rounds; 0 for few turns."""
+    if turns < 32:
+        return 0.0
     early = statistics.median(statistics.fmean(r["rounds_ms"][2:5]) for r in runs)
     late = statistics.median(statistics.fmean(r["rounds_ms"][turns - 4 : turns - 1]) for r in runs)
-    return early, late
+    return late / early
 
 
 def table(name: str, runs: dict[str, Runs]) -> str:
@@ -90,18 +94,21 @@ def table(name: str, runs: dict[str, Runs]) -> str:
     turns = int(name.split("x")[1].split("@")[0])
     rows = [f"**{name.replace('x', ' episodes x ').replace('@', ' turns, ')} at once**\n"]
     rows.append(
-        "| client | CPU ms/turn | min..max | CPU | episodes/s | throughput | peak MB | grown MB | turn 4 -> 32 |"
+        "| client | its CPU ms/turn | min..max | CPU | mock's CPU s | episodes/s | throughput | wall s | peak MB | grown MB | turn 4 -> 32 |"
     )
-    rows.append("|---|---|---|---|---|---|---|---|---|")
+    rows.append("|---|---|---|---|---|---|---|---|---|---|---|")
     raw_cpu, raw_eps = _median(runs["raw"], "cpu_ms_per_turn"), _median(runs["raw"], "episodes_per_s")
+    raw_growth = _growth(runs["raw"], turns)
     for client, those in runs.items():
         cpu, eps = _median(those, "cpu_ms_per_turn"), _median(those, "episodes_per_s")
         all_cpu = [r["cpu_ms_per_turn"] for r in those]
-        early, late = growth(those, turns) if turns >= 32 else (0.0, 0.0)
+        grows = _growth(those, turns)
         rows.append(
-            f"| {client} | {cpu:.3f} | {min(all_cpu):.3f}..{max(all_cpu):.3f} | {cpu / raw_cpu:.2f} x raw | {eps:.1f} "
-            f"| {eps / raw_eps:.2f} x raw | {_median(those, 'peak_mb'):.0f} | {_median(those, 'grown_mb'):.1f} "
-            f"| {f'{early:.3f} -> {late:.3f}: x {late / early:.2f}' if early else '-'} |"
+            f"| {client} | {cpu:.3f} | {min(all_cpu):.3f}..{max(all_cpu):.3f} | {cpu / raw_cpu:.2f} x raw "
+            f"| {_median(those, 'mock_cpu_s'):.2f} | {eps:.1f} | {eps / raw_eps:.2f} x raw "
+            f"| {statistics.median(r['done'] / r['episodes_per_s'] for r in those):.2f} "
+            f"| {_median(those, 'peak_mb'):.0f} | {_median(those, 'grown_mb'):.1f} "
+            f"| {f'x {grows:.2f}, {grows / raw_growth:.2f} x raw' if grows else '-'} |"
         )
     return "\n".join(rows)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl import ToolEnv, Trajectory, reward, tool
 from agentrl.engine.base import Engine, SamplingParams
+from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.pool import pure
@@ -66,11 +67,11 @@ class Search(ToolEnv):
 def make_runner(
     address: str, renderer: Renderer, turns: int, env: type[ToolEnv] = Search, engine: Engine | None = None
 ) -> EpisodeRunner:
-    """Put together as a job does it; on this engine, else on one at the address."""
+    """Put together as a job does it; on this engine, else on a fleet of the one server at the address."""
     return EpisodeRunner(
         env,
         env,
-        engine or SGLangEngine(address, context_length=CONTEXT),
+        engine or Fleet([Member(SGLangEngine(address, context_length=CONTEXT))]),
         renderer,
         Scorer(resolve_rewards(env.rewards)),
         limits=Limits(max_turns=turns + 1, max_response_tokens=CONTEXT - 4096, context_length=CONTEXT),

@@ -3,8 +3,8 @@
     python -m benchmarks.overhead.mock --turns 4 --latency-ms 50 [--port 0] [--drop 0.01]
 
 Turn k (k = `<tool_response>` tokens in the context, of this vocabulary's id or of `--response-id`) is a tool call while k < turns - 1, else the
-answer. Answers come after a fixed latency, whatever the load. `--drop` is the share of requests whose connection is closed instead of answered.
-It prints its port.
+answer. Answers come after a fixed latency, whatever the load. `--drop` is the share of requests whose connection is closed instead of answered,
+by turns before any byte of the answer and in the middle of it. It prints its port.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Mock:
         k = sum(map(ids.count, self.response_ids))
         text, tail = self._tails[min(k, self.turns - 1)]
         rid = str(request.get("rid") or self.counts["requests"]).encode()
-        return b'{"text":%b,%b,"prompt_tokens":%d,"id":"%b"}}' % (text, tail, len(ids), rid)
+        scores = b""
+        if "logprob_start_len" in request:  # of the prompt: a fleet looks whether the server works
+            scores = b'"input_token_logprobs":%b,' % orjson.dumps([[-0.5, i, None] for i in ids])
+        return b'{"text":%b,%b,%b"prompt_tokens":%d,"id":"%b"}}' % (text, tail, scores, len(ids), rid)
 
     def answer(self, path: str) -> dict[str, Any]:
         """What other paths say."""
@@ -137,7 +140,11 @@ class Connection(asyncio.Protocol):
         self.mock.counts["in_flight"] -= 1
         if self.mock.drop and self.mock.random.random() < self.mock.drop:
             self.mock.counts["dropped"] += 1
-            self.transport.abort()
+            if self.mock.counts["dropped"] % 2:
+                self.transport.abort()
+            else:
+                self.transport.write((HEAD % len(content) + content)[: len(content) // 2])
+                self.transport.close()
             return
         self.send(content)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,6 +58,12 @@ class Mock(Process):
     def __init__(self, turns: int, latency_ms: float = 50, drop: float = 0.0, *more: str) -> None:
         super().__init__("mock", f"--turns={turns}", f"--latency-ms={latency_ms}", f"--drop={drop}", *more)
         self.address = f"http://127.0.0.1:{self.first}"
+
+    def stats(self) -> dict[str, Any]:
+        """Its counts, and the CPU it has taken."""
+        with urllib.request.urlopen(f"{self.address}/stats", timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
 
 class Script:

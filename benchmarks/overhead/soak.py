@@ -3,7 +3,7 @@
     python -m benchmarks.overhead.soak [--seconds 60]
 
 4-turn episodes, 256 at once, a tool timeout of 2 s. The tool hangs 1 % of the time, raises 1 %, returns 1 MB 1 %; the engine drops 1 % of
-the connections instead of answering.
+the connections instead of answering, by turns before any byte of the answer and in the middle of it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def soak(address: str, env: type[agent.Search], seconds: float, renderer: 
     return {
         "episodes_per_s": in_time / seconds, "issued": issued, "kept": kept, "lost": issued - kept, "attempts": keeper.attempts, "retried": retried,
         "recorded": recorded, "accounted": keeper.attempts == sum(causes.values()) == recorded and issued == keeper.attempts - retried,
-        "tasks_left": len(asyncio.all_tasks()) - 1, "tools": runner.toolbox.counts, "causes": causes, "wall_s": wall,
+        "tasks_left": len(asyncio.all_tasks()) - 1, "engine": runner.engine.causes, "tools": runner.toolbox.counts, "causes": causes, "wall_s": wall,
         "memory_mb": [round(statistics.fmean(part) / 1024, 1) for part in (late[:half], late[half:]) if part],
     }  # fmt: skip
 
@@ -124,7 +124,8 @@ def page(found: dict[str, Any], ratio: float) -> str:
     """A line for each."""
     lines = [
         f"- {name}: {f['episodes_per_s']:.0f} episodes/s; issued {f['issued']}, kept {f['kept']}, lost {f['lost']}, retried {f['retried']}, "
-        f"recorded {f['recorded']}, accounted for: {f['accounted']}; memory {' -> '.join(map(str, f['memory_mb']))} MB; {f['tools']['search']}"
+        f"recorded {f['recorded']}, accounted for: {f['accounted']}; connections dropped {f['dropped']}, "
+        f"engine {f['engine'] or 'never down'}; memory {' -> '.join(map(str, f['memory_mb']))} MB; {f['tools']['search']}"
         for name, f in found.items()
     ]
     return "\n".join([*lines, f"- faulty / clean: {ratio:.2f}"])
@@ -141,6 +142,7 @@ def main() -> int:
     for name, env, drop in (("clean", Clean, 0.0), ("faulty", Faulty, SHARE)):
         with Mock(4, drop=drop) as mock:
             found[name] = asyncio.run(soak(mock.address, env, args.seconds, renderer))
+            found[name]["dropped"] = mock.stats()["dropped"]
     ratio = found["faulty"]["episodes_per_s"] / found["clean"]["episodes_per_s"]
     print(json.dumps({**found, "ratio": ratio}, indent=1))
     if args.write:
