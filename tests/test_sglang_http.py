@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess, session_members
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
-from agentrl.engine.sglang_install import Installation, check_flags, find_installation, gpus
+from agentrl.engine.sglang_flags import check_flags, known_flags
+from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.engine.sglang_protocol import ServerFacts
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed, as_image
@@ -408,12 +410,27 @@ async def test_killed_while_paused_the_next_update_waits_for_it(tmp_path, manife
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
+SERVER_ARGS = """
+class ServerArgs:
+    mem_fraction_static: A[float, "its share"] = 0.9
+    port: A[int, Arg(help="where")] = 1
+    dtype: A[str, Arg(aliases=["--data-type"])] = "auto"
+    gemm_runner: A[str, Arg(cli_name="--gemm")] = "auto"
+    offload: A[bool, Arg(action=argparse.BooleanOptionalAction)] = False
+    hidden: A[int, Arg(no_cli=True)] = 1
+    name: str = ""
+
+    def add_cli_args(parser):
+        parser.add_argument("--log-level", "--level", help="Use --other instead.", new_flag="--another")
+"""
+PARSER = "import argparse as a; from sglang.srt.server_args import ServerArgs as S; p = a.ArgumentParser(add_help=False); S.add_cli_args(p)"
+
+
 @pytest.fixture
 def installation(tmp_path):
     package = tmp_path / "sglang"
     (package / "srt").mkdir(parents=True)
-    code = 'class ServerArgs:\n    mem_fraction_static: float = 0.9\n    port: int = 1\n\nadd("--log-level")\n'
-    (package / "srt/server_args.py").write_text(code)
+    (package / "srt/server_args.py").write_text(SERVER_ARGS)
     return Installation(Path(sys.executable), package, "0.5.23")
 
 
@@ -425,6 +442,24 @@ def test_flags_are_checked_by_name(installation):
         check_flags({"mem_fraction_statik": 0.5}, installation)
     with pytest.raises(ConfigError, match="set by agentrl: --dtype"):
         check_flags({"dtype": "float16"}, installation)
+
+
+def test_flags_are_those_of_the_source(installation):
+    assert known_flags(installation) == {
+        *("mem-fraction-static", "port", "dtype", "data-type", "gemm", "offload", "no-offload", "log-level", "level")
+    }
+
+
+@pytest.mark.sglang
+def test_flags_are_those_of_the_parser():
+    try:
+        installation = find_installation(os.environ.get("AGENTRL_SGLANG_PYTHON"))
+    except ConfigError as e:  # tests may have a server, but no SGLang of their own
+        pytest.skip(str(e))
+    code = f"{PARSER}; print(*(name for action in p._actions for name in action.option_strings))"
+    command = [installation.python, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=installation.environment, check=True)
+    assert known_flags(installation) == {name.removeprefix("--") for name in done.stdout.splitlines()[-1].split()}
 
 
 async def test_a_router_is_no_server(double):

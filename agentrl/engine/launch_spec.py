@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.sglang_install import Installation, check_flags, gpus
+from agentrl.engine.sglang_flags import check_flags
+from agentrl.engine.sglang_install import Installation, gpus
 from agentrl.engine.weights import weight_bytes
 from agentrl.errors import ConfigError
 
