@@ -440,8 +440,22 @@ def test_flags_are_checked_by_name(installation):
         ConfigError, match=r"SGLang 0\.5\.23 has no flag --mem-fraction-statik; did you mean 'mem-fraction-static'"
     ):
         check_flags({"mem_fraction_statik": 0.5}, installation)
-    with pytest.raises(ConfigError, match="set by agentrl: --dtype"):
-        check_flags({"dtype": "float16"}, installation)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    {
+        "dtype": "give --dtype",
+        "pipeline_parallel_size": "--rollout-num-gpus-per-engine",
+        "nnodes": "--rollout-external-engine-addrs",
+        "base-gpu-id": "CUDA_VISIBLE_DEVICES",
+        "api-key": "without a key",
+        "config": r"table \[sglang\]",
+    }.items(),
+)
+def test_flags_that_contradict_what_agentrl_does(installation, flag, why):
+    with pytest.raises(ConfigError, match=f"--sglang-{flag.replace('_', '-')} is not taken: .*{why}"):
+        check_flags({flag: "x"}, installation)
 
 
 def test_flags_are_those_of_the_source(installation):

@@ -9,25 +9,44 @@ from typing import Any
 from agentrl.engine.sglang_install import Installation
 from agentrl.errors import ConfigError, suggest
 
-_RESERVED = {
-    "model-path": "--hf-checkpoint",
-    "model": "--hf-checkpoint",
-    "host": "engines listen on this machine only",
-    "dtype": "--dtype",
-    "context-length": "--rollout-max-context-len",
+_REFUSED: dict[str, str] = {
+    "dtype": "give --dtype",
+    "context-length": "give --rollout-max-context-len",
+    "config": "SGLang's flags go into the table [sglang] of --config",
+    "enable-memory-saver": "give --colocate",
     "weight-version": "versions are agentrl's",
-    "skip-tokenizer-init": "stop strings need the tokenizer",
-    "dp-size": "give --rollout-num-gpus: several engines",
-    "data-parallel-size": "give --rollout-num-gpus: several engines",
-    "tp-size": "--rollout-num-gpus-per-engine",
-    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "tp": "--rollout-num-gpus-per-engine",
+    "tokenizer-worker-num": "one process must know whether the server is paused and which weights it has",
+    "delete-ckpt-after-loading": "the trainer reads the model's folder too",
+    "preferred-sampling-params": "episodes are sampled as they say: --rollout-temperature, --rollout-top-p, --rollout-top-k",
+    **dict.fromkeys(("model-path", "model"), "give --hf-checkpoint"),
+    **dict.fromkeys(("tokenizer-path", "skip-tokenizer-init"), "stop strings need the model's own tokenizer"),
+    **dict.fromkeys(("tp-size", "tensor-parallel-size", "tp"), "give --rollout-num-gpus-per-engine"),
+    **dict.fromkeys(("dp-size", "data-parallel-size"), "give --rollout-num-gpus: several engines"),
+    **dict.fromkeys(
+        ("pp-size", "pipeline-parallel-size"), "an engine's GPUs are tensor parallel: --rollout-num-gpus-per-engine"
+    ),
+    **dict.fromkeys(
+        ("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr", "use-ray"),
+        "engines run on this machine; for those of others give --rollout-external-engine-addrs",
+    ),
+    **dict.fromkeys(
+        ("device", "base-gpu-id", "gpu-id-step"),
+        "engines take the GPUs that CUDA_VISIBLE_DEVICES leaves, after the trainer's",
+    ),
+    **dict.fromkeys(
+        ("host", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile"),
+        "engines listen on this machine only, and are asked over plain HTTP without a key",
+    ),
+    **dict.fromkeys(
+        ("is-embedding", "encoder-only", "disaggregation-mode", "grpc-mode", "smg-grpc-mode"),
+        "every engine must answer /generate by itself",
+    ),
 }
-"""flags of SGLang that agentrl sets itself, and what to use"""
+"""flags of SGLang that contradict what agentrl sets, counts or sends, and what to use"""
 
 
 def check_flags(args: Mapping[str, Any], installation: Installation) -> None:
-    """Refuse flags that SGLang lacks, and those that agentrl sets.
+    """Refuse flags that SGLang lacks, and those that are not the user's to give.
 
     Raises:
         ConfigError: one sentence.
@@ -35,8 +54,8 @@ def check_flags(args: Mapping[str, Any], installation: Installation) -> None:
     known = known_flags(installation)
     for name in args:
         flag = name.replace("_", "-")
-        if flag in _RESERVED:
-            raise ConfigError(f"--sglang-{flag} is set by agentrl: {_RESERVED[flag]}")
+        if flag in _REFUSED:
+            raise ConfigError(f"--sglang-{flag} is not taken: {_REFUSED[flag]}")
         if flag not in known:
             raise ConfigError(f"SGLang {installation.version} has no flag --{flag}{suggest(flag, known)}")
 
