@@ -493,6 +493,23 @@ async def test_a_port_in_use(installation, double):
         check_spec(spec, installation)
 
 
+@pytest.mark.parametrize("port", ["abc", 70000, 0, -1, True, 30000.5])
+def test_a_port_that_is_none(installation, port):
+    with pytest.raises(ConfigError, match=f"--sglang-port .*from 1 to 65535, found {port!r}"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, args={"port": port}), installation)
+
+
+def test_every_engine_needs_a_port(installation):
+    with pytest.raises(ConfigError, match="from 1 to 65534, found 65535"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2, args={"port": 65535}), installation)
+
+
+@pytest.mark.parametrize("share", ["abc", 1.5, 0, True])
+def test_a_share_of_memory_that_is_none(installation, share):
+    with pytest.raises(ConfigError, match=f"--sglang-mem-fraction-static is a share between 0 and 1, found {share!r}"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, args={"mem_fraction_static": share}), installation)
+
+
 def test_a_model_that_does_not_exist(installation, tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         check_spec(LaunchSpec(tmp_path, "float32", 128), installation)

@@ -42,12 +42,8 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
     check_flags(spec.args, installation)
     if not (spec.model / "config.json").exists():
         raise ConfigError(f"{spec.model} is no model folder: it has no config.json")
-    port = spec.args.get("port")
-    for n in range(spec.engines if port is not None else 0):
-        if not port_is_free(int(str(port)) + n):
-            raise ConfigError(
-                f"--sglang-port {port}: port {int(str(port)) + n} is in use; leave the flag out to have a free one chosen"
-            )
+    _check_port(spec)
+    share = _memory_share(spec.args)
     cards = gpus()
     if not cards:
         return
@@ -56,7 +52,6 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
         raise ConfigError(
             f"{spec.engines} engines of {spec.gpus_per_engine} GPUs need {needed} GPUs; this machine has {len(cards)}"
         )
-    share = float(spec.args.get("mem_fraction_static", spec.args.get("mem-fraction-static", 0.88)))
     weights = weight_bytes(spec.model) / spec.gpus_per_engine / 2**20
     for number in range(spec.first_gpu, needed):
         free, total = cards[number]
@@ -65,6 +60,31 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
                 f"GPU {number} has {free} of {total} MiB free, the engine's share ({share:g}) is {share * total:.0f} MiB, "
                 f"and the weights alone take {weights:.0f} MiB; use a smaller model, more GPUs per engine or a larger --sglang-mem-fraction-static"
             )
+
+
+def _check_port(spec: LaunchSpec) -> None:
+    port = spec.args.get("port")
+    if port is None:
+        return
+    last = 65536 - spec.engines
+    if not str(port).isdecimal() or not 0 < int(str(port)) <= last:
+        raise ConfigError(f"--sglang-port is the first engine's, a number from 1 to {last}, found {port!r}")
+    for used in range(int(str(port)), int(str(port)) + spec.engines):
+        if not port_is_free(used):
+            raise ConfigError(
+                f"--sglang-port {port}: port {used} is in use; leave the flag out to have a free one chosen"
+            )
+
+
+def _memory_share(args: Mapping[str, Any]) -> float:
+    given = args.get("mem_fraction_static", args.get("mem-fraction-static", 0.88))
+    try:
+        share = float(str(given))
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ConfigError(f"--sglang-mem-fraction-static is a share between 0 and 1, found {given!r}")
+    return share
 
 
 def port_is_free(port: int) -> bool:
