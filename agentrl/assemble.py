@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -316,6 +317,7 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunn
     """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
     from agentrl.engine.fleet import Fleet
 
+    warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
     parts = Parts(config)
 
     def make(settings: dict[str, Any], tell: Tell) -> EpisodeRunner:

@@ -5,6 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, fre
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_flags import check_flags, known_flags
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
-from agentrl.engine.sglang_protocol import ServerFacts
+from agentrl.engine.sglang_protocol import LEAST, ServerFacts, warn_if_untested
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed, as_image
 from agentrl.sync.fingerprint import fingerprint
@@ -198,6 +201,7 @@ async def test_brackets_follow_the_version(version, brackets):
 async def test_an_untested_version_warns():
     double = await Double(version="0.4.1").start()
     engine = SGLangEngine(double.address)
+    warn_if_untested.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"0\.4\.1 was not tested"):
         await engine.start()
     await engine.close()
@@ -491,6 +495,33 @@ async def test_a_port_in_use(installation, double):
     spec = LaunchSpec(MODEL, "float32", 128, args={"port": double.port})
     with pytest.raises(ConfigError, match="is in use"):
         check_spec(spec, installation)
+
+
+@pytest.mark.parametrize("version", ["0.3.0", "0.5.9", "0.5.9.post1"])
+def test_a_version_that_is_too_old(installation, version):
+    with pytest.raises(ConfigError, match=f"has SGLang {version}, agentrl needs 0.5.10 or later"):
+        check_spec(LaunchSpec(MODEL, "float32", 128), replace(installation, version=version))
+
+
+def test_the_oldest_version_is_the_one_that_is_asked_for():
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["sglang"] == [f"sglang>={'.'.join(map(str, LEAST))}"]
+
+
+@pytest.mark.parametrize("version", ["0.5.10", "0.0.0.dev1+g1234567", "0.5.24rc1", "unknown"])
+async def test_an_untested_version_warns_once_before_it_is_started(installation, version):
+    double = await Double(version=version).start()
+    engine = SGLangEngine(double.address)
+    warn_if_untested.cache_clear()
+    with pytest.warns(RuntimeWarning, match="was not tested"):
+        check_spec(LaunchSpec(MODEL, "float32", 128), replace(installation, version=version))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await engine.start()
+    await engine.close()
+    await double.stop()
 
 
 @pytest.mark.parametrize("port", ["abc", 70000, 0, -1, True, 30000.5])

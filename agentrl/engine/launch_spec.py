@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 from agentrl.engine.sglang_flags import check_flags
 from agentrl.engine.sglang_install import Installation, gpus
+from agentrl.engine.sglang_protocol import LEAST, warn_if_untested
 from agentrl.engine.weights import weight_bytes
 from agentrl.errors import ConfigError
 
@@ -34,11 +36,12 @@ class LaunchSpec:
 
 
 def check_spec(spec: LaunchSpec, installation: Installation) -> None:
-    """Everything that can be known to fail before a server is started.
+    """Everything that can be known to fail before a server is started; warns of an untested version.
 
     Raises:
         ConfigError: one sentence.
     """
+    _check_version(installation)
     check_flags(spec.args, installation)
     if not (spec.model / "config.json").exists():
         raise ConfigError(f"{spec.model} is no model folder: it has no config.json")
@@ -60,6 +63,17 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
                 f"GPU {number} has {free} of {total} MiB free, the engine's share ({share:g}) is {share * total:.0f} MiB, "
                 f"and the weights alone take {weights:.0f} MiB; use a smaller model, more GPUs per engine or a larger --sglang-mem-fraction-static"
             )
+
+
+def _check_version(installation: Installation) -> None:
+    """Names of development builds cannot be compared: they are only untested."""
+    released = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?", installation.version)
+    if released and tuple(map(int, released.groups()[:3])) < LEAST:
+        raise ConfigError(
+            f"{installation.python} has SGLang {installation.version}, agentrl needs {'.'.join(map(str, LEAST))} or later: "
+            "update it, or name another interpreter with --engine-python"
+        )
+    warn_if_untested(installation.version)
 
 
 def _check_port(spec: LaunchSpec) -> None:
