@@ -371,6 +371,45 @@ async def test_stop_ends_the_whole_tree(tmp_path):
     await server.stop()
 
 
+@pytest.fixture
+async def stubborn(tmp_path):
+    """A server that ignores SIGTERM."""
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    server = process(tmp_path, 1, code)
+    server.start()
+    for _ in range(500):
+        if "deaf" in server.tail():
+            break
+        await asyncio.sleep(0.02)
+    yield server
+    for pid in session_members(server.process.pid) if server.process else ():
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_stop_that_was_cancelled_can_be_asked_for_again(stubborn):
+    pid = stubborn.process.pid
+    stop = asyncio.create_task(stubborn.stop())
+    await asyncio.sleep(0.1)
+    stop.cancel()
+    await asyncio.gather(stop, return_exceptions=True)
+    assert session_members(pid)
+    await asyncio.gather(stubborn.stop(), stubborn.stop())
+    assert not session_members(pid)
+    assert not stubborn.alive
+
+
+async def test_a_server_that_the_kernel_keeps_is_a_failure_that_names_it(stubborn, monkeypatch):
+    def never(timeout):
+        raise subprocess.TimeoutExpired("server", timeout)
+
+    monkeypatch.setattr(stubborn.process, "wait", never)
+    with pytest.raises(EngineFailure, match=rf"\(pid {stubborn.process.pid}\) was killed and does not end"):
+        await stubborn.stop()
+    assert stubborn.process is not None
+
+
 async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(tmp_path, manifest):
     port = free_port()
     server = process(tmp_path, port)
