@@ -24,6 +24,7 @@ from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.engine.sglang_protocol import LEAST, ServerFacts, warn_if_untested
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed, as_image
+from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.fingerprint import fingerprint
 from agentrl.types import FinishReason
 
@@ -603,6 +604,46 @@ def test_only_the_visible_cards_count(tmp_path, monkeypatch):
     for chosen, free in {"2,0": [30, 10], "GPU-bbbb2": [20], "1,9,0": [20], "": [], "-1": []}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert [f for f, _ in gpus()] == free, chosen
+
+
+def test_cards_count_although_their_memory_is_not_told(installation, tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = {"GPU-aaaa1, [N/A], [N/A]": [None], "GPU-aaaa1, 10, 80000\nGPU-bbbb2, [N/A], 80000": [(10, 80000), None]}
+    for text, cards in said.items():
+        script.write_text(f'#!/bin/sh\necho "{text}"\n')
+        script.chmod(0o755)
+        assert gpus() == cards
+    script.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus() == []
+    monkeypatch.setattr("agentrl.engine.launch_spec.gpus", lambda: [None])
+    check_spec(LaunchSpec(MODEL, "float32", 128), installation)
+    with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+
+
+def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("agentrl.engine.sglang_install.shutil.which", lambda _: "nvidia-smi")
+    monkeypatch.setattr("agentrl.engine.sglang_install.subprocess.run", hang)
+    monkeypatch.setattr("agentrl.engine.sglang_install.DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpus() == [None, None]
+
+
+@pytest.mark.parametrize(("cards", "known"), [([], {}), ([None], {}), ([(5, 80000)], {"free_mib/rollout": 5})])
+async def test_a_card_that_does_not_say_its_memory_ends_no_sync(monkeypatch, cards, known):
+    monkeypatch.setattr("agentrl.sync.colocated.gpus", lambda: cards)
+    sync = ColocatedSync()
+    sync.free_mib["rollout"] = 7  # of the cycle before
+    await sync._note("rollout")
+    assert sync.memory() == known
+    sync.close()
 
 
 def test_no_sglang(tmp_path):

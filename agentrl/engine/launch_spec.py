@@ -56,8 +56,10 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
             f"{spec.engines} engines of {spec.gpus_per_engine} GPUs need {needed} GPUs; this machine has {len(cards)}"
         )
     weights = weight_bytes(spec.model) / spec.gpus_per_engine / 2**20
-    for number in range(spec.first_gpu, needed):
-        free, total = cards[number]
+    for number, card in list(enumerate(cards))[spec.first_gpu : needed]:
+        if card is None:
+            continue
+        free, total = card
         if weights > min(free, share * total):
             raise ConfigError(
                 f"GPU {number} has {free} of {total} MiB free, the engine's share ({share:g}) is {share * total:.0f} MiB, "

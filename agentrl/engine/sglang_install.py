@@ -17,6 +17,8 @@ from agentrl.errors import ConfigError
 
 CPU_ENVIRONMENT = ".venv-sglang"
 """what `make setup-sglang-cpu` makes"""
+DEVICES = Path("/dev")
+"""where GPUs are counted if the driver takes too long to name them"""
 _STUBS = Path(__file__).parent / "sglang_cpu" / "stubs"
 _WHERE = (
     "import importlib.util as u,importlib.metadata as m\n"
@@ -78,17 +80,22 @@ def find_installation(python: str | None = None, pythonpath: Sequence[str] = ())
     )
 
 
-def gpus() -> list[tuple[int, int]]:
-    """(free, total) MiB of each GPU that this process may use, in CUDA's order; empty: none."""
+def gpus() -> list[tuple[int, int] | None]:
+    """(free, total) MiB of each GPU that this process may use, in CUDA's order, None where the driver does not say; empty: no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     query = [program, "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if "," in line]
-    if said.returncode != 0:
-        return []
-    return [(int(free), int(total)) for _, free, total in visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        rows = [["", "", ""] for _ in DEVICES.glob("nvidia[0-9]*")]
+    else:
+        rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if line.count(",") == 2]
+        if said.returncode != 0:
+            return []
+    chosen = visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [(int(free), int(total)) if free.isdecimal() and total.isdecimal() else None for _, free, total in chosen]
 
 
 def visible(cards: Sequence[list[str]], chosen: str | None) -> list[list[str]]:
