@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class Parts:
     """Everything that rollouts need, built once from the settings."""
 
-    def __init__(self, config: Config) -> None:
-        """Resolve and check everything; nothing is started.
+    def __init__(self, config: Config, *, trains: bool = True) -> None:
+        """Resolve and check everything; nothing is started. `trains`: servers will stand beside a trainer.
 
         Raises:
             UsageError: a name, a file, a template or an argument that cannot work.
@@ -70,7 +70,7 @@ class Parts:
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
-        self.servers = self._servers()
+        self.servers = self._servers(trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     def require_trainable(self) -> None:
@@ -284,13 +284,13 @@ class Parts:
             tasks.append(task)
         return tasks
 
-    def _servers(self) -> ServerPlan | None:
+    def _servers(self, *, trains: bool) -> ServerPlan | None:
         """Of `--engine sglang`, checked."""
         if self.config.engine.engine != "sglang":
             return None
         from agentrl.engine.choose import plan_servers
 
-        return plan_servers(self.config, self.folder, self.context_length)
+        return plan_servers(self.config, self.folder, self.context_length, trains=trains)
 
     def _context_length(self) -> int:
         model = self._model_config()
@@ -318,7 +318,7 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunn
     from agentrl.engine.fleet import Fleet
 
     warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
-    parts = Parts(config)
+    parts = Parts(config, trains=False)
 
     def make(settings: dict[str, Any], tell: Tell) -> EpisodeRunner:
         fleet = parts.engine()

@@ -14,7 +14,9 @@ import pytest
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
+from agentrl.config import build_config
 from agentrl.engine.base import SamplingParams, WeightsManifest
+from agentrl.engine.choose import plan_servers
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess, session_members
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
@@ -592,6 +594,28 @@ def test_too_little_memory(installation, monkeypatch):
         check_spec(LaunchSpec(MODEL, "float32", 128), installation)
     with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
         check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+
+
+@pytest.fixture
+def plan(installation, monkeypatch):
+    """`plan_servers` of these settings, with this installation and these cards."""
+    monkeypatch.setattr("agentrl.engine.choose.find_installation", lambda *_: installation)
+
+    def make(settings, *, trains=True, cards=()):
+        for module in ("choose", "launch_spec"):
+            monkeypatch.setattr(f"agentrl.engine.{module}.gpus", lambda: list(cards))
+        return plan_servers(build_config({"engine": "sglang", **settings}), MODEL, 128, trains=trains)
+
+    return make
+
+
+def test_one_card_is_enough_without_a_trainer_or_shared_with_it(plan):
+    one = [(80000, 80000)]
+    assert plan({}, trains=False, cards=one).spec.first_gpu == 0
+    assert plan({"colocate": True}, cards=one).spec.first_gpu == 0
+    assert plan({}, cards=one * 2).spec.first_gpu == 1
+    with pytest.raises(ConfigError, match="beside a trainer of 1, need 2 GPUs; this machine has 1; --colocate"):
+        plan({}, cards=one)
 
 
 def test_only_the_visible_cards_count(tmp_path, monkeypatch):

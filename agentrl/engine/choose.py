@@ -29,8 +29,8 @@ class ServerPlan:
     spec: LaunchSpec | None = None
 
 
-def plan_servers(config: Config, model: Path, context_length: int) -> ServerPlan:
-    """Check everything that can be known before a server is started.
+def plan_servers(config: Config, model: Path, context_length: int, *, trains: bool) -> ServerPlan:
+    """Check everything that can be known before a server is started. `trains`: beside a trainer, whose cards count then.
 
     Raises:
         ConfigError: one sentence.
@@ -48,13 +48,14 @@ def plan_servers(config: Config, model: Path, context_length: int) -> ServerPlan
         raise ConfigError(
             f"--rollout-num-gpus {cards} is not a multiple of --rollout-num-gpus-per-engine {e.rollout_num_gpus_per_engine}"
         )
+    ranks = trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron)
     spec = LaunchSpec(
         model=model,
         dtype=config.model.dtype,
         context_length=context_length,
         engines=cards // e.rollout_num_gpus_per_engine,
         gpus_per_engine=e.rollout_num_gpus_per_engine,
-        first_gpu=0 if e.colocate else trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron),
+        first_gpu=ranks if trains and not e.colocate else 0,
         memory_saver=e.colocate,
         args=config.sglang,
     )

@@ -52,8 +52,11 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
         return
     needed = spec.first_gpu + spec.engines * spec.gpus_per_engine
     if needed > len(cards):
+        beside, share_them = (
+            (f", beside a trainer of {spec.first_gpu},", "; --colocate has them share") if spec.first_gpu else ("", "")
+        )
         raise ConfigError(
-            f"{spec.engines} engines of {spec.gpus_per_engine} GPUs need {needed} GPUs; this machine has {len(cards)}"
+            f"{spec.engines} engines of {spec.gpus_per_engine} GPUs{beside} need {needed} GPUs; this machine has {len(cards)}{share_them}"
         )
     weights = weight_bytes(spec.model) / spec.gpus_per_engine / 2**20
     for number, card in list(enumerate(cards))[spec.first_gpu : needed]:
