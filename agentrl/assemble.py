@@ -178,20 +178,20 @@ class Parts:
 
     def weight_sync(self) -> WeightSync:
         """How the trainer's weights reach the engine."""
-        from agentrl.engine.choose import on_cards
+        from agentrl.engine.choose import on_cards, sync_kind
         from agentrl.sync.colocated import ColocatedSync
         from agentrl.sync.disk import DiskSync
         from agentrl.sync.split import SplitSync
 
         e = self.config.engine
-        external = bool(e.rollout_external_engine_addrs)
-        kind = e.weight_sync or ("colocated" if e.colocate else "disk" if external else "split")
+        kind = sync_kind(e)
+        folder = Path(e.update_weight_disk_dir).absolute() if e.update_weight_disk_dir else None
         if self.servers is None or kind == "disk":
-            return DiskSync()
+            return DiskSync(folder)
         if kind == "split":
-            return SplitSync(bucket_bytes=e.update_weight_buffer_size)
+            return SplitSync(folder, bucket_bytes=e.update_weight_buffer_size)
         return ColocatedSync(
-            bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
+            folder, bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
         )
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Any:

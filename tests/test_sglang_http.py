@@ -3,20 +3,23 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
+from agentrl.assemble import Parts
 from agentrl.config import build_config
 from agentrl.engine.base import SamplingParams, WeightsManifest
-from agentrl.engine.choose import plan_servers
+from agentrl.engine.choose import of_this_machine, plan_servers
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess, session_members
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
@@ -616,6 +619,49 @@ def test_one_card_is_enough_without_a_trainer_or_shared_with_it(plan):
     assert plan({}, cards=one * 2).spec.first_gpu == 1
     with pytest.raises(ConfigError, match="beside a trainer of 1, need 2 GPUs; this machine has 1; --colocate"):
         plan({}, cards=one)
+
+
+AWAY = "192.0.2.5:30000"
+"""an address for documentation: nobody's"""
+
+
+def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.5:30000 is on another machine: .* --update-weight-disk-dir"):
+        plan({"rollout_external_engine_addrs": ["localhost:1", AWAY]})
+    for kind in ("split", "colocated"):
+        with pytest.raises(ConfigError, match=f"--weight-sync {kind} reaches .*{AWAY} is on another; use disk"):
+            plan({"rollout_external_engine_addrs": [AWAY], "weight_sync": kind})
+    with pytest.raises(ConfigError, match=r"--update-weight-disk-dir .*nowhere is no folder"):
+        plan({"rollout_external_engine_addrs": [AWAY], "update_weight_disk_dir": str(tmp_path / "nowhere")})
+    plan({"rollout_external_engine_addrs": [AWAY]}, trains=False)
+    plan({"rollout_external_engine_addrs": [AWAY], "update_weight_disk_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize("kind", ["disk", "split", "colocated"])
+def test_weights_by_disk_go_where_they_are_told(plan, tmp_path, kind):
+    settings = {"update_weight_disk_dir": str(tmp_path), "weight_sync": kind}
+    config = build_config({"engine": "sglang", **settings})
+    sync = Parts.weight_sync(SimpleNamespace(config=config, servers=plan(settings)))
+    assert sync.folder.parent == tmp_path
+    sync.close()
+
+
+def test_servers_of_this_machine(plan):
+    here = ["localhost:1", "127.0.0.2:30000", socket.gethostbyname(socket.gethostname()) + ":1"]
+    here += ["[::1]:1"] if of_this_machine("::1") else []
+    for kind in ("split", "colocated", "disk"):
+        assert len(plan({"rollout_external_engine_addrs": here, "weight_sync": kind}).addresses) == len(here)
+    assert not of_this_machine("no.such.name.invalid")
+    for address in ("localhost", "localhost:x", "[::1", ":1", "localhost:1/v1"):
+        with pytest.raises(ConfigError, match="takes HOST:PORT"):
+            plan({"rollout_external_engine_addrs": [address]})
+
+
+def test_weights_by_disk_lend_no_memory(plan):
+    settings = {"colocate": True, "weight_sync": "disk"}
+    with pytest.raises(ConfigError, match="use --weight-sync colocated"):
+        plan(settings, cards=[(80000, 80000)])
+    plan(settings)
 
 
 def test_only_the_visible_cards_count(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
@@ -27,10 +28,15 @@ class ColocatedSync(WeightSync):
     """For SGLang servers on the trainer's machine."""
 
     def __init__(
-        self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 300.0, memory_in_turns: bool = True
+        self,
+        folder: Path | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 300.0,
+        memory_in_turns: bool = True,
     ) -> None:
         """`memory_in_turns`: engine and trainer share cards, so only one of them has its memory at a time."""
-        super().__init__()
+        super().__init__(folder)
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._in_turns = memory_in_turns
         self._offloaded = False
