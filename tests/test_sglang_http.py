@@ -19,7 +19,7 @@ from sglang_double import Double, count_up
 from agentrl.assemble import Parts
 from agentrl.config import build_config
 from agentrl.engine.base import SamplingParams, WeightsManifest
-from agentrl.engine.choose import of_this_machine, plan_servers
+from agentrl.engine.choose import make_fleet, of_this_machine, plan_servers
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess, session_members
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
@@ -655,6 +655,13 @@ def test_servers_of_this_machine(plan):
     for address in ("localhost", "localhost:x", "[::1", ":1", "localhost:1/v1"):
         with pytest.raises(ConfigError, match="takes HOST:PORT"):
             plan({"rollout_external_engine_addrs": [address]})
+
+
+@pytest.mark.parametrize("settings", [{}, {"rollout_external_engine_addrs": ["localhost:1"]}])
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(100.0, 50.0), (600.0, 300.0), (9000.0, 600.0)])
+def test_generations_give_up_waiting_before_their_episode_does(plan, tmp_path, settings, timeout_s, patience_s):
+    fleet = make_fleet(plan({**settings, "episode_timeout_s": timeout_s}), tmp_path)
+    assert fleet._patience_s == patience_s
 
 
 def test_weights_by_disk_lend_no_memory(plan):

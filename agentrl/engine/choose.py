@@ -30,6 +30,8 @@ class ServerPlan:
     """external servers; empty: our own"""
     installation: Installation | None = None
     spec: LaunchSpec | None = None
+    patience_s: float = 600.0
+    """how long a generation waits for a server to come back"""
 
 
 def plan_servers(config: Config, model: Path, context_length: int, *, trains: bool) -> ServerPlan:
@@ -41,12 +43,15 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
     e = config.engine
     addresses = tuple(map(_address, e.rollout_external_engine_addrs))
     _check_sync(e, addresses, trains=trains)
+    patience_s = min(
+        ServerPlan.patience_s, config.rollout.episode_timeout_s / 2
+    )  # else the episode's own timer ends it
     if addresses:
         if config.sglang:
             raise ConfigError(
                 "--sglang-… flags are of servers that agentrl starts; external ones have their own: leave them out"
             )
-        return ServerPlan(model, context_length, addresses)
+        return ServerPlan(model, context_length, addresses, patience_s=patience_s)
     installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
     cards = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
     if cards % e.rollout_num_gpus_per_engine:
@@ -65,7 +70,7 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
         args=config.sglang,
     )
     check_spec(spec, installation)
-    return ServerPlan(model, context_length, installation=installation, spec=spec)
+    return ServerPlan(model, context_length, installation=installation, spec=spec, patience_s=patience_s)
 
 
 def sync_kind(e: EngineSettings) -> str:
@@ -120,7 +125,7 @@ def trainer_ranks(asked: int | None, megatron: Mapping[str, Any]) -> int:
 def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
     """The fleet, not started. Logs go to run_dir/engine, or to a temporary folder."""
     if plan.spec is None or plan.installation is None:
-        return Fleet([Member(_engine(address, plan)) for address in plan.addresses])
+        return Fleet([Member(_engine(address, plan)) for address in plan.addresses], patience_s=plan.patience_s)
     logs = (run_dir or Path(tempfile.mkdtemp(prefix="agentrl-"))) / "engine"
     port = plan.spec.args.get("port")
     members = []
@@ -130,7 +135,7 @@ def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
         command = command_line(plan.spec, plan.installation, number, own)
         process = ServerProcess(command, plan.installation.environment, logs / f"engine{number}.log", address)
         members.append(Member(_engine(address, plan), process))
-    return Fleet(members)
+    return Fleet(members, patience_s=plan.patience_s)
 
 
 def on_cards(plan: ServerPlan) -> bool:
