@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 class Parts:
     """Everything that rollouts need, built once from the settings."""
 
-    def __init__(self, config: Config) -> None:
-        """Resolve and check everything; nothing is started.
+    def __init__(self, config: Config, *, trains: bool = True) -> None:
+        """Resolve and check everything; nothing is started. `trains`: servers will stand beside a trainer.
 
         Raises:
             UsageError: a name, a file, a template or an argument that cannot work.
@@ -69,7 +70,7 @@ class Parts:
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
-        self.servers = self._servers()
+        self.servers = self._servers(trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     def require_trainable(self) -> None:
@@ -177,20 +178,20 @@ class Parts:
 
     def weight_sync(self) -> WeightSync:
         """How the trainer's weights reach the engine."""
-        from agentrl.engine.choose import on_cards
+        from agentrl.engine.choose import on_cards, sync_kind
         from agentrl.sync.colocated import ColocatedSync
         from agentrl.sync.disk import DiskSync
         from agentrl.sync.split import SplitSync
 
         e = self.config.engine
-        external = bool(e.rollout_external_engine_addrs)
-        kind = e.weight_sync or ("colocated" if e.colocate else "disk" if external else "split")
+        kind = sync_kind(e)
+        folder = Path(e.update_weight_disk_dir).absolute() if e.update_weight_disk_dir else None
         if self.servers is None or kind == "disk":
-            return DiskSync()
+            return DiskSync(folder)
         if kind == "split":
-            return SplitSync(bucket_bytes=e.update_weight_buffer_size)
+            return SplitSync(folder, bucket_bytes=e.update_weight_buffer_size)
         return ColocatedSync(
-            bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
+            folder, bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
         )
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Any:
@@ -283,13 +284,13 @@ class Parts:
             tasks.append(task)
         return tasks
 
-    def _servers(self) -> ServerPlan | None:
+    def _servers(self, *, trains: bool) -> ServerPlan | None:
         """Of `--engine sglang`, checked."""
         if self.config.engine.engine != "sglang":
             return None
         from agentrl.engine.choose import plan_servers
 
-        return plan_servers(self.config, self.folder, self.context_length)
+        return plan_servers(self.config, self.folder, self.context_length, trains=trains)
 
     def _context_length(self) -> int:
         model = self._model_config()
@@ -316,7 +317,8 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunn
     """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
     from agentrl.engine.fleet import Fleet
 
-    parts = Parts(config)
+    warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
+    parts = Parts(config, trains=False)
 
     def make(settings: dict[str, Any], tell: Tell) -> EpisodeRunner:
         fleet = parts.engine()

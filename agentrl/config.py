@@ -154,6 +154,9 @@ class EngineSettings:
     """how weights reach SGLang; None: colocated with --colocate, disk for external servers, else split"""
     update_weight_buffer_size: int = 1 << 30
     """bytes of a bucket of weights on the way"""
+    update_weight_disk_dir: str | None = None
+    """folder for weights by disk, also those of a server that comes back: trainer and servers see it under this name, as the same user; None:
+    this machine's shared memory"""
     rollout_num_gpus: int | None = None
     """sglang: cards of all engines together (on a CPU: processes); None: one engine"""
     rollout_num_gpus_per_engine: int = 1
@@ -450,9 +453,7 @@ def _check_engine(config: Config) -> None:
         )
     if e.engine == "sglang":
         if e.colocate and e.weight_sync == "split":
-            raise ConfigError(
-                "--weight-sync split needs cards of the engines' own; with --colocate use colocated or disk"
-            )
+            raise ConfigError("--weight-sync split needs cards of the engines' own; with --colocate use colocated")
         if e.rollout_external_engine_addrs and e.colocate:
             raise ConfigError(
                 "--colocate needs servers that are started here; leave out --rollout-external-engine-addrs"
@@ -461,6 +462,7 @@ def _check_engine(config: Config) -> None:
     ours = (
         "colocate",
         "weight_sync",
+        "update_weight_disk_dir",
         "rollout_num_gpus",
         "rollout_external_engine_addrs",
         "engine_python",

@@ -89,7 +89,7 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
 
 
 def split_sglang(rest: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """SGLang's flags by name, and the words that are left. Names are checked against the SGLang that will run (engine/launch.py)."""
+    """SGLang's flags by name, and the words that are left. Names are checked against the SGLang that will run (engine/sglang_flags.py)."""
     out: dict[str, Any] = {}
     left: list[str] = []
     words = list(rest)

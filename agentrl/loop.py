@@ -67,7 +67,7 @@ class Job:
         """
         self.config = config
         self.out = out
-        self.parts = Parts(config)
+        self.parts = Parts(config, trains=trains)
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         if evaluates and not self.eval_sets:
             raise DataError(

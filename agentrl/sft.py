@@ -30,7 +30,7 @@ from agentrl.types import Trajectory
 
 async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) -> Path:
     """`sft_epochs` passes in optimizer steps of `sft_batch_size` episodes; the weights go to `hf/` in the run folder, which is returned."""
-    parts = Parts(config)
+    parts = Parts(config, trains=False)
     parts.require_trainable()
     episodes = load_episodes(sources, parts, out)
     samples = [s for t in episodes for s in to_samples(t, demonstrations=True)]

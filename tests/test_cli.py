@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from agentrl.cli import main
 from agentrl.config import FIELDS
+from agentrl.errors import ConfigError
 from agentrl.flags import REFUSED
 
 TEMPLATE = (
@@ -224,6 +225,16 @@ def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
     for ranks in ("2", "none"):
         assert "needs 2 GPUs, one for each rank; this machine has 1" in refused(capsys, "train", *words, ranks)
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(("command", "trains"), [("train", True), ("rollout", False), ("eval", False)])
+def test_servers_stand_beside_a_trainer_only_where_there_is_one(here, model, capsys, monkeypatch, command, trains):
+    def plan(*_, trains):
+        raise ConfigError(f"beside a trainer: {trains}")
+
+    monkeypatch.setattr("agentrl.engine.choose.plan_servers", plan)
+    words = ["--model", str(model), "--engine", "sglang"]
+    assert f"beside a trainer: {trains}" in refused(capsys, command, *words)
 
 
 def test_unknown_key_in_toml_says_where_it_belongs(here, capsys):

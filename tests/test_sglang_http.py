@@ -3,22 +3,33 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tomllib
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
+from agentrl.assemble import Parts
+from agentrl.config import build_config
 from agentrl.engine.base import SamplingParams, WeightsManifest
+from agentrl.engine.choose import make_fleet, of_this_machine, plan_servers
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess, session_members
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
-from agentrl.engine.sglang_install import Installation, check_flags, find_installation, gpus
-from agentrl.engine.sglang_protocol import ServerFacts
+from agentrl.engine.sglang_flags import check_flags, known_flags
+from agentrl.engine.sglang_install import Installation, find_installation, gpus
+from agentrl.engine.sglang_protocol import LEAST, ServerFacts, warn_if_untested
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed, as_image
+from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.fingerprint import fingerprint
 from agentrl.types import FinishReason
 
@@ -196,6 +207,7 @@ async def test_brackets_follow_the_version(version, brackets):
 async def test_an_untested_version_warns():
     double = await Double(version="0.4.1").start()
     engine = SGLangEngine(double.address)
+    warn_if_untested.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"0\.4\.1 was not tested"):
         await engine.start()
     await engine.close()
@@ -365,6 +377,45 @@ async def test_stop_ends_the_whole_tree(tmp_path):
     await server.stop()
 
 
+@pytest.fixture
+async def stubborn(tmp_path):
+    """A server that ignores SIGTERM."""
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    server = process(tmp_path, 1, code)
+    server.start()
+    for _ in range(500):
+        if "deaf" in server.tail():
+            break
+        await asyncio.sleep(0.02)
+    yield server
+    for pid in session_members(server.process.pid) if server.process else ():
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_stop_that_was_cancelled_can_be_asked_for_again(stubborn):
+    pid = stubborn.process.pid
+    stop = asyncio.create_task(stubborn.stop())
+    await asyncio.sleep(0.1)
+    stop.cancel()
+    await asyncio.gather(stop, return_exceptions=True)
+    assert session_members(pid)
+    await asyncio.gather(stubborn.stop(), stubborn.stop())
+    assert not session_members(pid)
+    assert not stubborn.alive
+
+
+async def test_a_server_that_the_kernel_keeps_is_a_failure_that_names_it(stubborn, monkeypatch):
+    def never(timeout):
+        raise subprocess.TimeoutExpired("server", timeout)
+
+    monkeypatch.setattr(stubborn.process, "wait", never)
+    with pytest.raises(EngineFailure, match=rf"\(pid {stubborn.process.pid}\) was killed and does not end"):
+        await stubborn.stop()
+    assert stubborn.process is not None
+
+
 async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(tmp_path, manifest):
     port = free_port()
     server = process(tmp_path, port)
@@ -408,12 +459,27 @@ async def test_killed_while_paused_the_next_update_waits_for_it(tmp_path, manife
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
+SERVER_ARGS = """
+class ServerArgs:
+    mem_fraction_static: A[float, "its share"] = 0.9
+    port: A[int, Arg(help="where")] = 1
+    dtype: A[str, Arg(aliases=["--data-type"])] = "auto"
+    gemm_runner: A[str, Arg(cli_name="--gemm")] = "auto"
+    offload: A[bool, Arg(action=argparse.BooleanOptionalAction)] = False
+    hidden: A[int, Arg(no_cli=True)] = 1
+    name: str = ""
+
+    def add_cli_args(parser):
+        parser.add_argument("--log-level", "--level", help="Use --other instead.", new_flag="--another")
+"""
+PARSER = "import argparse as a; from sglang.srt.server_args import ServerArgs as S; p = a.ArgumentParser(add_help=False); S.add_cli_args(p)"
+
+
 @pytest.fixture
 def installation(tmp_path):
     package = tmp_path / "sglang"
     (package / "srt").mkdir(parents=True)
-    code = 'class ServerArgs:\n    mem_fraction_static: float = 0.9\n    port: int = 1\n\nadd("--log-level")\n'
-    (package / "srt/server_args.py").write_text(code)
+    (package / "srt/server_args.py").write_text(SERVER_ARGS)
     return Installation(Path(sys.executable), package, "0.5.23")
 
 
@@ -423,8 +489,40 @@ def test_flags_are_checked_by_name(installation):
         ConfigError, match=r"SGLang 0\.5\.23 has no flag --mem-fraction-statik; did you mean 'mem-fraction-static'"
     ):
         check_flags({"mem_fraction_statik": 0.5}, installation)
-    with pytest.raises(ConfigError, match="set by agentrl: --dtype"):
-        check_flags({"dtype": "float16"}, installation)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    {
+        "dtype": "give --dtype",
+        "pipeline_parallel_size": "--rollout-num-gpus-per-engine",
+        "nnodes": "--rollout-external-engine-addrs",
+        "base-gpu-id": "CUDA_VISIBLE_DEVICES",
+        "api-key": "without a key",
+        "config": r"table \[sglang\]",
+    }.items(),
+)
+def test_flags_that_contradict_what_agentrl_does(installation, flag, why):
+    with pytest.raises(ConfigError, match=f"--sglang-{flag.replace('_', '-')} is not taken: .*{why}"):
+        check_flags({flag: "x"}, installation)
+
+
+def test_flags_are_those_of_the_source(installation):
+    assert known_flags(installation) == {
+        *("mem-fraction-static", "port", "dtype", "data-type", "gemm", "offload", "no-offload", "log-level", "level")
+    }
+
+
+@pytest.mark.sglang
+def test_flags_are_those_of_the_parser():
+    try:
+        installation = find_installation(os.environ.get("AGENTRL_SGLANG_PYTHON"))
+    except ConfigError as e:  # tests may have a server, but no SGLang of their own
+        pytest.skip(str(e))
+    code = f"{PARSER}; print(*(name for action in p._actions for name in action.option_strings))"
+    command = [installation.python, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=installation.environment, check=True)
+    assert known_flags(installation) == {name.removeprefix("--") for name in done.stdout.splitlines()[-1].split()}
 
 
 async def test_a_router_is_no_server(double):
@@ -444,6 +542,50 @@ async def test_a_port_in_use(installation, double):
         check_spec(spec, installation)
 
 
+@pytest.mark.parametrize("version", ["0.3.0", "0.5.9", "0.5.9.post1"])
+def test_a_version_that_is_too_old(installation, version):
+    with pytest.raises(ConfigError, match=f"has SGLang {version}, agentrl needs 0.5.10 or later"):
+        check_spec(LaunchSpec(MODEL, "float32", 128), replace(installation, version=version))
+
+
+def test_the_oldest_version_is_the_one_that_is_asked_for():
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["sglang"] == [f"sglang>={'.'.join(map(str, LEAST))}"]
+
+
+@pytest.mark.parametrize("version", ["0.5.10", "0.0.0.dev1+g1234567", "0.5.24rc1", "unknown"])
+async def test_an_untested_version_warns_once_before_it_is_started(installation, version):
+    double = await Double(version=version).start()
+    engine = SGLangEngine(double.address)
+    warn_if_untested.cache_clear()
+    with pytest.warns(RuntimeWarning, match="was not tested"):
+        check_spec(LaunchSpec(MODEL, "float32", 128), replace(installation, version=version))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await engine.start()
+    await engine.close()
+    await double.stop()
+
+
+@pytest.mark.parametrize("port", ["abc", 70000, 0, -1, True, 30000.5])
+def test_a_port_that_is_none(installation, port):
+    with pytest.raises(ConfigError, match=f"--sglang-port .*from 1 to 65535, found {port!r}"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, args={"port": port}), installation)
+
+
+def test_every_engine_needs_a_port(installation):
+    with pytest.raises(ConfigError, match="from 1 to 65534, found 65535"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2, args={"port": 65535}), installation)
+
+
+@pytest.mark.parametrize("share", ["abc", 1.5, 0, True])
+def test_a_share_of_memory_that_is_none(installation, share):
+    with pytest.raises(ConfigError, match=f"--sglang-mem-fraction-static is a share between 0 and 1, found {share!r}"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, args={"mem_fraction_static": share}), installation)
+
+
 def test_a_model_that_does_not_exist(installation, tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         check_spec(LaunchSpec(tmp_path, "float32", 128), installation)
@@ -457,6 +599,78 @@ def test_too_little_memory(installation, monkeypatch):
         check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
 
 
+@pytest.fixture
+def plan(installation, monkeypatch):
+    """`plan_servers` of these settings, with this installation and these cards."""
+    monkeypatch.setattr("agentrl.engine.choose.find_installation", lambda *_: installation)
+
+    def make(settings, *, trains=True, cards=()):
+        for module in ("choose", "launch_spec"):
+            monkeypatch.setattr(f"agentrl.engine.{module}.gpus", lambda: list(cards))
+        return plan_servers(build_config({"engine": "sglang", **settings}), MODEL, 128, trains=trains)
+
+    return make
+
+
+def test_one_card_is_enough_without_a_trainer_or_shared_with_it(plan):
+    one = [(80000, 80000)]
+    assert plan({}, trains=False, cards=one).spec.first_gpu == 0
+    assert plan({"colocate": True}, cards=one).spec.first_gpu == 0
+    assert plan({}, cards=one * 2).spec.first_gpu == 1
+    with pytest.raises(ConfigError, match="beside a trainer of 1, need 2 GPUs; this machine has 1; --colocate"):
+        plan({}, cards=one)
+
+
+AWAY = "192.0.2.5:30000"
+"""an address for documentation: nobody's"""
+
+
+def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.5:30000 is on another machine: .* --update-weight-disk-dir"):
+        plan({"rollout_external_engine_addrs": ["localhost:1", AWAY]})
+    for kind in ("split", "colocated"):
+        with pytest.raises(ConfigError, match=f"--weight-sync {kind} reaches .*{AWAY} is on another; use disk"):
+            plan({"rollout_external_engine_addrs": [AWAY], "weight_sync": kind})
+    with pytest.raises(ConfigError, match=r"--update-weight-disk-dir .*nowhere is no folder"):
+        plan({"rollout_external_engine_addrs": [AWAY], "update_weight_disk_dir": str(tmp_path / "nowhere")})
+    plan({"rollout_external_engine_addrs": [AWAY]}, trains=False)
+    plan({"rollout_external_engine_addrs": [AWAY], "update_weight_disk_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize("kind", ["disk", "split", "colocated"])
+def test_weights_by_disk_go_where_they_are_told(plan, tmp_path, kind):
+    settings = {"update_weight_disk_dir": str(tmp_path), "weight_sync": kind}
+    config = build_config({"engine": "sglang", **settings})
+    sync = Parts.weight_sync(SimpleNamespace(config=config, servers=plan(settings)))
+    assert sync.folder.parent == tmp_path
+    sync.close()
+
+
+def test_servers_of_this_machine(plan):
+    here = ["localhost:1", "127.0.0.2:30000", socket.gethostbyname(socket.gethostname()) + ":1"]
+    here += ["[::1]:1"] if of_this_machine("::1") else []
+    for kind in ("split", "colocated", "disk"):
+        assert len(plan({"rollout_external_engine_addrs": here, "weight_sync": kind}).addresses) == len(here)
+    assert not of_this_machine("no.such.name.invalid")
+    for address in ("localhost", "localhost:x", "[::1", ":1", "localhost:1/v1"):
+        with pytest.raises(ConfigError, match="takes HOST:PORT"):
+            plan({"rollout_external_engine_addrs": [address]})
+
+
+@pytest.mark.parametrize("settings", [{}, {"rollout_external_engine_addrs": ["localhost:1"]}])
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(100.0, 50.0), (600.0, 300.0), (9000.0, 600.0)])
+def test_generations_give_up_waiting_before_their_episode_does(plan, tmp_path, settings, timeout_s, patience_s):
+    fleet = make_fleet(plan({**settings, "episode_timeout_s": timeout_s}), tmp_path)
+    assert fleet._patience_s == patience_s
+
+
+def test_weights_by_disk_lend_no_memory(plan):
+    settings = {"colocate": True, "weight_sync": "disk"}
+    with pytest.raises(ConfigError, match="use --weight-sync colocated"):
+        plan(settings, cards=[(80000, 80000)])
+    plan(settings)
+
+
 def test_only_the_visible_cards_count(tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
     script.write_text('#!/bin/sh\nprintf "GPU-aaaa1, 10, 80000\\nGPU-bbbb2, 20, 80000\\nGPU-cccc3, 30, 80000\\n"\n')
@@ -467,6 +681,46 @@ def test_only_the_visible_cards_count(tmp_path, monkeypatch):
     for chosen, free in {"2,0": [30, 10], "GPU-bbbb2": [20], "1,9,0": [20], "": [], "-1": []}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert [f for f, _ in gpus()] == free, chosen
+
+
+def test_cards_count_although_their_memory_is_not_told(installation, tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = {"GPU-aaaa1, [N/A], [N/A]": [None], "GPU-aaaa1, 10, 80000\nGPU-bbbb2, [N/A], 80000": [(10, 80000), None]}
+    for text, cards in said.items():
+        script.write_text(f'#!/bin/sh\necho "{text}"\n')
+        script.chmod(0o755)
+        assert gpus() == cards
+    script.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus() == []
+    monkeypatch.setattr("agentrl.engine.launch_spec.gpus", lambda: [None])
+    check_spec(LaunchSpec(MODEL, "float32", 128), installation)
+    with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
+        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+
+
+def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("agentrl.engine.sglang_install.shutil.which", lambda _: "nvidia-smi")
+    monkeypatch.setattr("agentrl.engine.sglang_install.subprocess.run", hang)
+    monkeypatch.setattr("agentrl.engine.sglang_install.DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpus() == [None, None]
+
+
+@pytest.mark.parametrize(("cards", "known"), [([], {}), ([None], {}), ([(5, 80000)], {"free_mib/rollout": 5})])
+async def test_a_card_that_does_not_say_its_memory_ends_no_sync(monkeypatch, cards, known):
+    monkeypatch.setattr("agentrl.sync.colocated.gpus", lambda: cards)
+    sync = ColocatedSync()
+    sync.free_mib["rollout"] = 7  # of the cycle before
+    await sync._note("rollout")
+    assert sync.memory() == known
+    sync.close()
 
 
 def test_no_sglang(tmp_path):

@@ -49,7 +49,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
     entry = recording.entry(args.episode)
     original = from_record(recording.record(entry), recording.images)
-    parts = Parts(settings_of(args, rest))
+    parts = Parts(settings_of(args, rest), trains=False)
     seeds = range(args.branch_seed, args.branch_seed + args.branches)
     if entry.version:
         print(

@@ -53,7 +53,7 @@ def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     """`agentrl replay`."""
     recording = Recording(args.recorded)
     entries = chosen(recording, args.episodes)
-    parts = Parts(settings_of(args, rest))
+    parts = Parts(settings_of(args, rest), trains=False)
     live = () if args.recorded_tools else None if args.live_tools is None else args.live_tools or EveryTool()
     started = time.perf_counter()
     parts.make_env()  # loads what its class shares (a corpus, say) before the processes fork

@@ -19,6 +19,7 @@ from agentrl.errors import EngineFailure
 LOG_LINES = 20
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 1.0
+KILL_TIMEOUT_S = 60.0
 POLL_S = 0.05
 _DIE_WITH_PARENT = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -80,10 +81,14 @@ class ServerProcess:
         return f"; the end of {self.log}:\n" + "\n".join(lines) if lines else f"; {self.log} is empty"
 
     async def stop(self) -> None:
-        """End the whole process tree; idempotent."""
-        if self.process is None:
+        """End the whole process tree; idempotent, and again after a call that was cancelled.
+
+        Raises:
+            EngineFailure: the kernel does not let it go.
+        """
+        process = self.process
+        if process is None:
             return
-        process, self.process = self.process, None
         _signal(process.pid, signal.SIGTERM)
         for _ in range(int(STOP_GRACE_S / POLL_S)):
             if process.poll() is not None and not session_members(process.pid):
@@ -92,7 +97,16 @@ class ServerProcess:
         for _ in range(3):
             _signal(process.pid, signal.SIGKILL)
             await asyncio.sleep(0.02)
-        await asyncio.to_thread(process.wait)
+        try:
+            await asyncio.to_thread(process.wait, KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise EngineFailure(
+                f"the SGLang server at {self.address} (pid {process.pid}) was killed and does not end within {KILL_TIMEOUT_S:g} s; "
+                "its card may hang",
+                "engine: server does not end",
+            ) from None
+        if self.process is process:
+            self.process = None
 
 
 def session_members(session: int) -> list[int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.sglang_install import Installation, check_flags, gpus
+from agentrl.engine.sglang_flags import check_flags
+from agentrl.engine.sglang_install import Installation, gpus
+from agentrl.engine.sglang_protocol import LEAST, warn_if_untested
 from agentrl.engine.weights import weight_bytes
 from agentrl.errors import ConfigError
 
@@ -33,37 +36,74 @@ class LaunchSpec:
 
 
 def check_spec(spec: LaunchSpec, installation: Installation) -> None:
-    """Everything that can be known to fail before a server is started.
+    """Everything that can be known to fail before a server is started; warns of an untested version.
 
     Raises:
         ConfigError: one sentence.
     """
+    _check_version(installation)
     check_flags(spec.args, installation)
     if not (spec.model / "config.json").exists():
         raise ConfigError(f"{spec.model} is no model folder: it has no config.json")
-    port = spec.args.get("port")
-    for n in range(spec.engines if port is not None else 0):
-        if not port_is_free(int(str(port)) + n):
-            raise ConfigError(
-                f"--sglang-port {port}: port {int(str(port)) + n} is in use; leave the flag out to have a free one chosen"
-            )
+    _check_port(spec)
+    share = _memory_share(spec.args)
     cards = gpus()
     if not cards:
         return
     needed = spec.first_gpu + spec.engines * spec.gpus_per_engine
     if needed > len(cards):
-        raise ConfigError(
-            f"{spec.engines} engines of {spec.gpus_per_engine} GPUs need {needed} GPUs; this machine has {len(cards)}"
+        beside, share_them = (
+            (f", beside a trainer of {spec.first_gpu},", "; --colocate has them share") if spec.first_gpu else ("", "")
         )
-    share = float(spec.args.get("mem_fraction_static", spec.args.get("mem-fraction-static", 0.88)))
+        raise ConfigError(
+            f"{spec.engines} engines of {spec.gpus_per_engine} GPUs{beside} need {needed} GPUs; this machine has {len(cards)}{share_them}"
+        )
     weights = weight_bytes(spec.model) / spec.gpus_per_engine / 2**20
-    for number in range(spec.first_gpu, needed):
-        free, total = cards[number]
+    for number, card in list(enumerate(cards))[spec.first_gpu : needed]:
+        if card is None:
+            continue
+        free, total = card
         if weights > min(free, share * total):
             raise ConfigError(
                 f"GPU {number} has {free} of {total} MiB free, the engine's share ({share:g}) is {share * total:.0f} MiB, "
                 f"and the weights alone take {weights:.0f} MiB; use a smaller model, more GPUs per engine or a larger --sglang-mem-fraction-static"
             )
+
+
+def _check_version(installation: Installation) -> None:
+    """Names of development builds cannot be compared: they are only untested."""
+    released = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?", installation.version)
+    if released and tuple(map(int, released.groups()[:3])) < LEAST:
+        raise ConfigError(
+            f"{installation.python} has SGLang {installation.version}, agentrl needs {'.'.join(map(str, LEAST))} or later: "
+            "update it, or name another interpreter with --engine-python"
+        )
+    warn_if_untested(installation.version)
+
+
+def _check_port(spec: LaunchSpec) -> None:
+    port = spec.args.get("port")
+    if port is None:
+        return
+    last = 65536 - spec.engines
+    if not str(port).isdecimal() or not 0 < int(str(port)) <= last:
+        raise ConfigError(f"--sglang-port is the first engine's, a number from 1 to {last}, found {port!r}")
+    for used in range(int(str(port)), int(str(port)) + spec.engines):
+        if not port_is_free(used):
+            raise ConfigError(
+                f"--sglang-port {port}: port {used} is in use; leave the flag out to have a free one chosen"
+            )
+
+
+def _memory_share(args: Mapping[str, Any]) -> float:
+    given = args.get("mem_fraction_static", args.get("mem-fraction-static", 0.88))
+    try:
+        share = float(str(given))
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ConfigError(f"--sglang-mem-fraction-static is a share between 0 and 1, found {given!r}")
+    return share
 
 
 def port_is_free(port: int) -> bool:

@@ -1,41 +1,25 @@
-"""Where SGLang is installed, which flags its server has, and what this machine's cards hold; found out without importing SGLang.
+"""Where SGLang is installed, and what this machine's cards hold; found out without importing SGLang.
 
-SGLang lives in an environment of its own, whose interpreter is asked once where the package lies; flags are read from its source.
+SGLang lives in an environment of its own, whose interpreter is asked once where the package lies.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from agentrl.errors import ConfigError, suggest
+from agentrl.errors import ConfigError
 
 CPU_ENVIRONMENT = ".venv-sglang"
 """what `make setup-sglang-cpu` makes"""
+DEVICES = Path("/dev")
+"""where GPUs are counted if the driver takes too long to name them"""
 _STUBS = Path(__file__).parent / "sglang_cpu" / "stubs"
-_RESERVED = {
-    "model-path": "--hf-checkpoint",
-    "model": "--hf-checkpoint",
-    "host": "engines listen on this machine only",
-    "dtype": "--dtype",
-    "context-length": "--rollout-max-context-len",
-    "weight-version": "versions are agentrl's",
-    "skip-tokenizer-init": "stop strings need the tokenizer",
-    "dp-size": "give --rollout-num-gpus: several engines",
-    "data-parallel-size": "give --rollout-num-gpus: several engines",
-    "tp-size": "--rollout-num-gpus-per-engine",
-    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "tp": "--rollout-num-gpus-per-engine",
-}
-"""flags of SGLang that agentrl sets itself, and what to use"""
 _WHERE = (
     "import importlib.util as u,importlib.metadata as m\n"
     "s=u.find_spec('sglang')\n"
@@ -96,17 +80,22 @@ def find_installation(python: str | None = None, pythonpath: Sequence[str] = ())
     )
 
 
-def gpus() -> list[tuple[int, int]]:
-    """(free, total) MiB of each GPU that this process may use, in CUDA's order; empty: none."""
+def gpus() -> list[tuple[int, int] | None]:
+    """(free, total) MiB of each GPU that this process may use, in CUDA's order, None where the driver does not say; empty: no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     query = [program, "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if "," in line]
-    if said.returncode != 0:
-        return []
-    return [(int(free), int(total)) for _, free, total in visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        rows = [["", "", ""] for _ in DEVICES.glob("nvidia[0-9]*")]
+    else:
+        rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if line.count(",") == 2]
+        if said.returncode != 0:
+            return []
+    chosen = visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [(int(free), int(total)) if free.isdecimal() and total.isdecimal() else None for _, free, total in chosen]
 
 
 def visible(cards: Sequence[list[str]], chosen: str | None) -> list[list[str]]:
@@ -121,37 +110,3 @@ def visible(cards: Sequence[list[str]], chosen: str | None) -> list[list[str]]:
             break
         found.append(card)
     return found
-
-
-def known_flags(installation: Installation) -> set[str]:
-    """Names of all server flags, read from the source of SGLang's ServerArgs without importing it."""
-    names: set[str] = set()
-    base = installation.package / "srt"
-    files = [base / "server_args.py", *sorted((base / "arg_groups").glob("fields/*.py"))]
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)]
-                names |= {f.target.id.replace("_", "-") for f in fields if isinstance(f.target, ast.Name)}
-            elif (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and re.fullmatch(r"--[a-z][a-z0-9-]+", node.value)
-            ):
-                names.add(node.value[2:])
-    return names
-
-
-def check_flags(args: Mapping[str, Any], installation: Installation) -> None:
-    """Refuse flags that SGLang lacks, and those that agentrl sets.
-
-    Raises:
-        ConfigError: one sentence.
-    """
-    known = known_flags(installation)
-    for name in args:
-        flag = name.replace("_", "-")
-        if flag in _RESERVED:
-            raise ConfigError(f"--sglang-{flag} is set by agentrl: {_RESERVED[flag]}")
-        if flag not in known:
-            raise ConfigError(f"SGLang {installation.version} has no flag --{flag}{suggest(flag, known)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from array import array
@@ -18,6 +19,8 @@ from agentrl.types import FinishReason
 
 TESTED = ("0.5.17", "0.5.23")
 """on GPUs (there are no brackets around weight updates), and on a CPU"""
+LEAST = (0, 5, 10)
+"""older ones lack what agentrl asks for; as in pyproject.toml"""
 _CHECKSUMS = {"cpu": "sha256", "cuda": "mix"}
 _INTS, _FLOATS = frozenset((int,)), frozenset((float,))
 _SHARED: dict[int, int] = {}
@@ -48,12 +51,7 @@ class ServerFacts:
     def read(cls, info: Mapping[str, Any], paths: Mapping[str, Any]) -> ServerFacts:
         """From /server_info and the paths of /openapi.json; warns of an untested version."""
         version = str(info.get("version", "unknown"))
-        if version not in TESTED:
-            warnings.warn(
-                f"SGLang {version} was not tested with agentrl; tested: {', '.join(TESTED)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        warn_if_untested(version)
         device, tp = str(info.get("device") or "cuda"), int(info.get("tp_size") or 1)
         lengths = [int(n) for n in (info.get("context_length"), info.get("max_req_input_len")) if n]
         return cls(
@@ -67,6 +65,15 @@ class ServerFacts:
             memory_saver=bool(info.get("enable_memory_saver")),
             deterministic=bool(info.get("enable_deterministic_inference")),
             context_length=min(lengths, default=None),
+        )
+
+
+@functools.cache
+def warn_if_untested(version: str) -> None:
+    """Once for each version."""
+    if version not in TESTED:
+        warnings.warn(
+            f"SGLang {version} was not tested with agentrl; tested: {', '.join(TESTED)}", RuntimeWarning, stacklevel=2
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
@@ -27,10 +28,15 @@ class ColocatedSync(WeightSync):
     """For SGLang servers on the trainer's machine."""
 
     def __init__(
-        self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 300.0, memory_in_turns: bool = True
+        self,
+        folder: Path | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 300.0,
+        memory_in_turns: bool = True,
     ) -> None:
         """`memory_in_turns`: engine and trainer share cards, so only one of them has its memory at a time."""
-        super().__init__()
+        super().__init__(folder)
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._in_turns = memory_in_turns
         self._offloaded = False
@@ -56,11 +62,11 @@ class ColocatedSync(WeightSync):
             with self.clock("update_s"):
                 failed |= await self.deliver(trainer, "tensors", [e for e in engines if e.address not in failed])
             expected = await self.expected(trainer, fleet)
-            self._note("both hold weights")
+            await self._note("both hold weights")
             await self._offload(trainer)
             if self.lent:
                 await on_each(engines, failed, lambda e: e.wake(KEPT_WEIGHTS))
-            self._note("rollout")
+            await self._note("rollout")
             with self.clock("finish_s"):
                 await on_each(engines, failed, lambda e: e.end_weights(policy_version))
             return failed | await self.verify([e for e in engines if e.address not in failed], expected)
@@ -97,16 +103,16 @@ class ColocatedSync(WeightSync):
         """See `WeightSync.begin`; the first rollout has the card to itself."""
         await super().begin(trainer, engine)
         await self._offload(trainer)
-        self._note("rollout")
+        await self._note("rollout")
 
     async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
         """The engine sleeps, the trainer comes onto the card."""
         if self._in_turns and not self.lent:
             await require_fleet(engine).sleep(weights=not keep_weights)
             self.lent = True
-            self._note("engine asleep")
+            await self._note("engine asleep")
         await self._onload(trainer)
-        self._note("trainer on the card")
+        await self._note("trainer on the card")
 
     async def take_back(self, trainer: Trainer, engine: Engine) -> None:
         """The trainer leaves the card, the engine wakes with the weights that it kept."""
@@ -136,10 +142,12 @@ class ColocatedSync(WeightSync):
             raise EngineFailure("; ".join(failed.values()), "engine: memory")
         return found
 
-    def _note(self, stage: str) -> None:
-        """Note the free memory of the first card."""
-        if self._in_turns:
-            self.free_mib[stage] = gpus()[0][0]
+    async def _note(self, stage: str) -> None:
+        """Note the free memory of the first card, if it can be told."""
+        cards = await asyncio.to_thread(gpus) if self._in_turns else []
+        self.free_mib.pop(stage, None)
+        if cards and cards[0]:
+            self.free_mib[stage] = cards[0][0]
 
     async def _onload(self, trainer: Trainer) -> None:
         if self._offloaded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine
@@ -23,8 +24,10 @@ from agentrl.train.delivery import Target
 class SplitSync(ColocatedSync):
     """For SGLang servers on cards of their own."""
 
-    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 300.0) -> None:
-        super().__init__(bucket_bytes=bucket_bytes, timeout_s=timeout_s, memory_in_turns=False)
+    def __init__(
+        self, folder: Path | None = None, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 300.0
+    ) -> None:
+        super().__init__(folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s, memory_in_turns=False)
         self._name = ""
         self._members: tuple[tuple[str, int], ...] = ()
 
