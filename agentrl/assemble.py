@@ -179,13 +179,19 @@ class Parts:
     def weight_sync(self) -> WeightSync:
         """How the trainer's weights reach the engine."""
         from agentrl.engine.choose import on_cards, sync_kind
+        from agentrl.engine.weights import weight_bytes
+        from agentrl.sync.base import memory_for
         from agentrl.sync.colocated import ColocatedSync
         from agentrl.sync.disk import DiskSync
         from agentrl.sync.split import SplitSync
 
         e = self.config.engine
         kind = sync_kind(e)
-        folder = Path(e.update_weight_disk_dir).absolute() if e.update_weight_disk_dir else None
+        folder = (
+            Path(e.update_weight_disk_dir).absolute()
+            if e.update_weight_disk_dir
+            else memory_for(weight_bytes(self.folder))
+        )
         if self.servers is None or kind == "disk":
             return DiskSync(folder)
         if kind == "split":

@@ -246,6 +246,14 @@ async def test_servers_of_different_versions_do_not_play_together(doubles, manif
     await fleet.close()
 
 
+def test_weights_go_through_memory_only_if_they_fit(monkeypatch):
+    free = shutil.disk_usage(base.MEMORY).free
+    assert base.memory_for(1) == base.MEMORY
+    assert base.memory_for(free) is None
+    monkeypatch.setattr(base, "MEMORY", Path("/nowhere"))
+    assert base.memory_for(1) is None
+
+
 # -- one card in turns ---------------------------------------------------------------------------------------------------
 
 

@@ -234,7 +234,7 @@ async def doubles():
 
 @pytest.fixture
 async def fleet(doubles):
-    fleet = Fleet([Member(SGLangEngine(d.address, timeout_s=5)) for d in doubles], patience_s=10)
+    fleet = Fleet([Member(SGLangEngine(d.address, timeout_s=5)) for d in doubles], patience_s=10, start_timeout_s=10)
     await fleet.start()
     yield fleet
     await fleet.close()
@@ -254,7 +254,7 @@ async def test_sessions_stick_and_spread(fleet, doubles):
 
 
 async def test_503_for_a_while_loses_one_answer_and_then_waits(doubles):
-    fleet = Fleet([Member(SGLangEngine(doubles[0].address, timeout_s=5))], patience_s=10)
+    fleet = Fleet([Member(SGLangEngine(doubles[0].address, timeout_s=5))], patience_s=10, start_timeout_s=10)
     await fleet.start()
     doubles[0].refuse = dict.fromkeys(["/generate", "/model_info", "/server_info"], 503)
     with pytest.raises(EngineFailure) as e:

@@ -54,7 +54,7 @@ class Fleet:
 
     Args:
         members: engines and, where they are ours, their processes.
-        patience_s: how long a generation or an update waits for a server to come back.
+        patience_s: how long a generation waits for a server to come back; an update waits as long as a start may take, too.
         start_timeout_s: how long a server may take to start.
     """
 
@@ -242,24 +242,22 @@ class Fleet:
                 await member.engine.resume()
             await self._set(member, "ready")
 
-    async def _usable(self, states: Sequence[str]) -> list[Member]:
+    async def _usable(self, states: Sequence[str], patience_s: float) -> list[Member]:
         """Members in one of these states, as soon as there is one.
 
         Raises:
-            EngineFailure: there is none for `patience_s`.
+            EngineFailure: there is none for so long.
         """
 
         def found() -> list[Member]:
             return [m for m in self.members if m.state in states]
 
         try:
-            async with asyncio.timeout(self._patience_s), self._changed:
+            async with asyncio.timeout(patience_s), self._changed:
                 await self._changed.wait_for(lambda: found() or self._closed)
         except TimeoutError:
             whys = "; ".join(f"{m.engine.address}: {m.state}: {m.why}" for m in self.members)
-            raise EngineFailure(
-                f"no engine came back within {self._patience_s:g} s: {whys}", "engine: none left"
-            ) from None
+            raise EngineFailure(f"no engine came back within {patience_s:g} s: {whys}", "engine: none left") from None
         if self._closed:
             raise EngineFailure("the engines are closed", "engine closed")
         return found()
@@ -293,7 +291,7 @@ class Fleet:
     async def _member_of(self, session: str) -> Member:
         member = self._where.get(session)
         if member is None or member.state != "ready":
-            ready = await self._usable(("ready",))
+            ready = await self._usable(("ready",), self._patience_s)
             member = min(ready, key=lambda m: len(m.sessions))
             member.sessions.add(session)
             self._where[session] = member
@@ -358,12 +356,12 @@ class Fleet:
         Raises:
             EngineFailure: none has them after some rounds, or they were refused without being touched.
         """
-        owned = not self._paused
+        owned, patience_s = not self._paused, max(self._patience_s, self._start_timeout_s)
         await self.pause()
         failed: Mapping[str, str] = {}
         try:
             for _ in range(ROUNDS):
-                members = await self._usable(("ready", "stale"))
+                members = await self._usable(("ready", "stale"), patience_s)
                 await self._on_each([m for m in members if m.state == "stale"], lambda e: e.pause())
                 self._sending = True
                 try:

@@ -17,17 +17,22 @@ from agentrl.errors import EngineFailure
 from agentrl.sync.verify import Expected, compare, expect, probe_ids
 from agentrl.train.base import Trainer
 
+MEMORY = Path("/dev/shm")
+COPIES = 4
+"""of the model's files: a sync's and a recovery's, in twice the bytes (float32 of a model in bfloat16)"""
+
+
+def memory_for(size: int) -> Path | None:
+    """Shared memory, if it has room for weights of a model of so many bytes (in a container it often has 64 MiB)."""
+    return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > COPIES * size else None
+
 
 class WeightSync:
     """Carries weights from the trainer to the engine, one version at a time: pause, update, verify, new version, resume."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: where folders of weights go; None: shared memory if the machine has it, else the temporary folder."""
-        memory = Path("/dev/shm")
-        parent = folder or (memory if memory.is_dir() else None)
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=parent))
+        """`folder`: where folders of weights go; None: the temporary folder."""
+        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=folder))
         self.seconds: dict[str, float] = {}
         """of the last sync: pause, update, verify, resume"""
         self.difference: float | None = None
