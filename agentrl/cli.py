@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("agentrl: interrupted; a run goes on with: agentrl train --resume RUN", file=sys.stderr)
+        resumable = command == "train" and not any(w.startswith("--train-only") for w in words)
+        advice = "; the run goes on with: agentrl train --resume RUN" if resumable else ""
+        print(f"{name}: interrupted{advice}", file=sys.stderr)
         return 130
     return result
 

@@ -112,6 +112,7 @@ class Job:
             f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks, "
             f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
         )
+        (self.folder.path / "checkpoints").mkdir(exist_ok=True)  # from here on it can be resumed
         reference = self.config.train.use_kl_loss
         self.trainer, _ = await asyncio.gather(
             asyncio.to_thread(self.parts.trainer, self.folder.path, reference=reference), self.engine.start()

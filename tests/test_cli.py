@@ -163,7 +163,7 @@ def test_run_folder_exists(here, model, capsys, words):
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     err = refused(capsys, *words, "--model", str(model), "--run", str(run))
     assert "exists already" in err
-    assert "--resume" in err
+    assert "--resume" not in err, "it is no training run"
     assert [p.name for p in run.iterdir()] == ["precious"]
 
 
@@ -239,10 +239,25 @@ def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
     assert "is no run folder" in refused(capsys, "train", "--resume", "nowhere")
     (here / "run").mkdir()
     (here / "run" / "config.toml").write_text("")
+    assert "is no run that can be resumed" in refused(capsys, "train", "--resume", "run")
+    (here / "run" / "checkpoints").mkdir()
     assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
     (here / "c.toml").write_text("")
     assert "leave out --config" in refused(capsys, "train", "--resume", "run", "--config", "c.toml")
     assert "leave out --train-only" in refused(capsys, "train", "--resume", "run", "--train-only", "run")
+
+
+@pytest.mark.parametrize(
+    ("command", "resumes"),
+    [("train", True), ("train --train-only x", False), ("rollout", False), ("eval", False), ("sft x", False)],
+)
+def test_only_an_interrupted_training_run_is_said_to_go_on(here, capsys, monkeypatch, command, resumes):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentrl.cli.resolve", interrupt)
+    assert main(command.split()) == 130
+    assert ("agentrl train --resume RUN" in capsys.readouterr().err) is resumes
 
 
 @pytest.mark.parametrize("flag", SLIME_FLAGS)

@@ -14,6 +14,7 @@ from test_retrieval import Server
 from agentrl.assemble import Parts
 from agentrl.cli import main, make_parser, resolve
 from agentrl.episode import EpisodeRunner
+from agentrl.errors import WorkerError
 from agentrl.render import Tokenizer
 from agentrl.store import read_episodes
 from agentrl.types import Status
@@ -144,6 +145,21 @@ def test_eval_without_a_question_is_refused(model, says, tmp_path, capsys):
     assert main(["eval", "--model", model, "--env", "mine.py"]) == 2
     assert "no tasks of the split 'test'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+# -- train ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_is_begun_again_by_resume(model, says, capsys, monkeypatch):
+    def dies(*_, **__):
+        raise WorkerError("the trainer died")
+
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
+    monkeypatch.setattr("agentrl.assemble.Parts.trainer", dies)
+    says(["<answer>Paris</answer>"])
+    for words in (["--env", "search_r1", "--model", model, "--run", "run"], ["--resume", "run"]):
+        assert main(["train", *words]) == 1
+        assert "the trainer died" in capsys.readouterr().err
 
 
 # -- every attempt counts ------------------------------------------------------------------------------------------------
