@@ -18,7 +18,7 @@ from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.episode import EpisodeRunner, Limits, Pools
-from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
+from agentrl.errors import ConfigError, ContractError, DataError, TemplateError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
@@ -215,6 +215,7 @@ class Parts:
 
         Raises:
             DataError: none, or one the environment refuses.
+            ContractError: the environment yields something else.
         """
         data = self.config.data
         tasks = self._file_tasks(data.prompt_data) if data.prompt_data else self._own_tasks(split)
@@ -276,6 +277,10 @@ class Parts:
     def _own_tasks(self, split: str) -> list[Task]:
         tasks = []
         for task in self.env_class.tasks(split):
+            if not isinstance(task, Task):
+                raise ContractError(
+                    f"{self.env_class.label()}.tasks({split!r}) must yield agentrl.Task, found {type(task).__name__}: {task!r:.80}"
+                )
             try:
                 self._check_task(task)
             except UsageError as e:
@@ -308,7 +313,11 @@ class Parts:
         return length
 
     def _model_config(self) -> dict[str, Any]:
-        found: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
+        path = self.folder / "config.json"
+        try:
+            found: dict[str, Any] = orjson.loads(path.read_bytes())
+        except orjson.JSONDecodeError as e:
+            raise ConfigError(f"{path}: not JSON: {e}") from e
         return found
 
 

@@ -150,6 +150,19 @@ def test_model_without_chat_template(here, model, capsys):
     assert "no chat template" in refused(capsys, "train", "--model", str(model))
 
 
+def test_a_config_that_is_no_json(here, model, capsys):
+    (model / "config.json").write_text("{")
+    assert "config.json: not JSON" in refused(capsys, "eval", "--model", str(model))
+
+
+def test_an_environment_whose_tasks_are_none(here, model, capsys):
+    (here / "env.py").write_text(
+        "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): return [{'prompt': 'x'}]\n"
+    )
+    err = refused(capsys, "rollout", "--env", "env.py", "--model", str(model))
+    assert "E.tasks('test') must yield agentrl.Task, found dict: {'prompt': 'x'}" in err
+
+
 def test_no_such_model(here, capsys):
     assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
 
