@@ -17,7 +17,7 @@ from agentrl.assemble import Parts
 from agentrl.config import Config
 from agentrl.data.source import DataSource
 from agentrl.engine.base import Engine
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable, Rollout, Runner
@@ -34,7 +34,12 @@ Print = Callable[[str], None]
 
 
 async def train(config: Config, *, resume: Path | None = None, out: Print = print) -> Path:
-    """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit."""
+    """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit.
+
+    Raises:
+        UsageError: whatever cannot work, before anything starts.
+    """
+    require_groups(config)
     job = Job(config, resume, out, trains=True)
     try:
         await job.start()
@@ -347,6 +352,20 @@ class Job:
         )
         self.source.load_state_dict(state["source"])
         self.report.load_state_dict(state["report"])
+
+
+def require_groups(config: Config) -> None:
+    """Refuse groups of one, which have no advantage, if nothing else is trained.
+
+    Raises:
+        ConfigError: what to set.
+    """
+    t = config.train
+    if config.rollout.n_samples_per_prompt == 1 and not (t.kl_loss_coef or t.entropy_coef):
+        raise ConfigError(
+            "--n-samples-per-prompt 1 trains nothing: an episode's advantage is its distance from the others of its group; "
+            "give at least 2 (or --kl-loss-coef or --entropy-coef, if only these are meant)"
+        )
 
 
 def learning_rate(config: Config, step: int) -> float:

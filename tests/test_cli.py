@@ -131,6 +131,13 @@ def test_batch_equation_prints_both_sides(here, capsys):
     assert "16 × 1 = 16" in err
 
 
+def test_groups_of_one_train_nothing(here, model, capsys):
+    words = ["train", "--model", str(model), "--n-samples-per-prompt", "1"]
+    assert "--n-samples-per-prompt 1 trains nothing" in refused(capsys, *words)
+    assert "no data file" in refused(capsys, *words, "--entropy-coef", "0.01", "--prompt-data", "nowhere.jsonl")
+    assert not (here / "runs").exists()
+
+
 def test_value_of_the_wrong_type_names_the_flag(here, capsys):
     err = refused(capsys, "train", "--num-rollout", "many")
     assert "--num-rollout" in err
