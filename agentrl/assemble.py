@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.episode import EpisodeRunner, Limits, Pools
-from agentrl.errors import ConfigError, ContractError, DataError, TemplateError, UsageError
+from agentrl.errors import ConfigError, ContractError, DataError, EnvFailure, TemplateError, UsageError, boundary
 from agentrl.models import model_folder
+from agentrl.pool import Pool
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -71,6 +73,23 @@ class Parts:
         self.context_length = self._context_length()
         self.servers = self._servers()
         self.threads = config.engine.threads or os.cpu_count() or 1
+
+    async def require_env(self) -> None:
+        """Make one environment with its tools and close them again, so that what it refuses is said before anything starts.
+
+        Whatever else fails here may be away for a moment only; episodes try again.
+
+        Raises:
+            UsageError: of the environment's own, for an argument that cannot work.
+        """
+        limit_s = self.env_class.timeout_s
+        with closing(Pool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
+            env = await pool.call(self.make_env, timeout_s=limit_s)
+            try:
+                await pool.call(env.tool_specs, timeout_s=limit_s)
+            finally:
+                for close in (*(tool.close for tool in env.tool_instances), env.close):
+                    await pool.call(close, timeout_s=limit_s)
 
     def require_trainable(self) -> None:
         """Refuse, before anything starts, what cannot be trained: a model that takes images, settings that do not fit model or machine.

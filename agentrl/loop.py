@@ -40,7 +40,9 @@ async def train(config: Config, *, resume: Path | None = None, out: Print = prin
         UsageError: whatever cannot work, before anything starts.
     """
     require_groups(config)
-    job = Job(config, resume, out, trains=True)
+    parts = Parts(config)
+    await parts.require_env()
+    job = Job(parts, resume, out, trains=True)
     try:
         await job.start()
         for step in range(job.step, config.rollout.num_rollout):
@@ -63,16 +65,16 @@ class Job:
     """The parts of a run and where it stands."""
 
     def __init__(
-        self, config: Config, resume: Path | None, out: Print, *, trains: bool = False, evaluates: bool = False
+        self, parts: Parts, resume: Path | None, out: Print, *, trains: bool = False, evaluates: bool = False
     ) -> None:
         """Check everything, then make the run folder.
 
         Raises:
             UsageError: whatever cannot work, before anything starts.
         """
-        self.config = config
+        self.config = config = parts.config
         self.out = out
-        self.parts = Parts(config)
+        self.parts = parts
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         if evaluates and not self.eval_sets:
             raise DataError(

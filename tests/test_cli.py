@@ -123,6 +123,16 @@ def test_unknown_env_argument_suggests(here, model, capsys):
     assert "takes no argument 'retrever'; did you mean 'retriever'" in err
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("corpus=missing.jsonl", "missing.jsonl: cannot be read"), ("retriever=bm52", "retriever must be 'bm25'")],
+)
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+def test_an_argument_that_the_environment_refuses(here, model, capsys, command, given, says):
+    assert says in refused(capsys, command, "--model", str(model), "--env-arg", given)
+    assert not (here / "runs").exists()
+
+
 def test_batch_equation_prints_both_sides(here, capsys):
     err = refused(
         capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16"
