@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ from agentrl.types import Task
 if TYPE_CHECKING:
     from agentrl.engine.choose import ServerPlan
     from agentrl.sync.base import WeightSync
+
+MOST_TASKS = 10_000_000
+"""of an environment's own, where no limit is given: one may yield them without end"""
 
 
 class Parts:
@@ -233,12 +237,13 @@ class Parts:
         """The training tasks: `--prompt-data`, else the environment's own of this split.
 
         Raises:
-            DataError: none, or one the environment refuses.
+            DataError: none, too many, or one the environment refuses.
             ContractError: the environment yields something else.
         """
         data = self.config.data
-        tasks = self._file_tasks(data.prompt_data) if data.prompt_data else self._own_tasks(split)
-        return tasks[: data.data_limit] if data.data_limit else tasks
+        if data.prompt_data:
+            return self._file_tasks(data.prompt_data)[: data.data_limit]
+        return self._own_tasks(split, data.data_limit)
 
     def eval_sets(self) -> dict[str, list[Task]]:
         """Evaluation sets by name: `--eval-prompt-data`, else, unless there is `--prompt-data`, the environment's split 'test' if it has one."""
@@ -249,7 +254,7 @@ class Parts:
         elif self.config.data.prompt_data:
             return {}
         else:
-            sets = {"test": self._own_tasks("test")}
+            sets = {"test": self._own_tasks("test", settings.eval_limit)}
         return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def close(self) -> None:
@@ -293,9 +298,14 @@ class Parts:
             check=self._check_task,
         )
 
-    def _own_tasks(self, split: str) -> list[Task]:
-        tasks = []
-        for task in self.env_class.tasks(split):
+    def _own_tasks(self, split: str, limit: int | None) -> list[Task]:
+        tasks: list[Task] = []
+        for task in islice(self.env_class.tasks(split), limit):
+            if limit is None and len(tasks) == MOST_TASKS:
+                raise DataError(
+                    f"{self.env_class.label()}.tasks({split!r}) yields more than {MOST_TASKS} tasks, perhaps without end; say how many "
+                    f"to take: --data-limit N to train on, --eval-limit N to evaluate on"
+                )
             if not isinstance(task, Task):
                 raise ContractError(
                     f"{self.env_class.label()}.tasks({split!r}) must yield agentrl.Task, found {type(task).__name__}: {task!r:.80}"
