@@ -18,7 +18,7 @@ from agentrl.config import Config, Layer, build_config, read_toml
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
-from agentrl.flags import add_flags, read_flags
+from agentrl.flags import add_flags, read_flags, split_unknown
 
 Words = list[str]
 
@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command is not None and command not in commands:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}")
         args, rest = parser.parse_known_args(words)
+        if command == "sft" and rest:
+            words, rest = split_unknown(words, rest)
+            args, more = parser.parse_known_args(words)
+            rest += more
         if args.command is None:
             parser.print_help()
             return 2

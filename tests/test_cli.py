@@ -235,6 +235,17 @@ def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words,
     assert not (here / "runs").exists()
 
 
+def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, capsys):
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    words = ["sft", "--model", str(model), "--tensor-model-parallel-size", "3"]
+    for flag in ("--sequence-parallel", "--weight-decay=0.1"):
+        err = refused(capsys, *words, "--actor-num-gpus-per-node", "none", flag, "talk.jsonl")
+        assert "3 does not divide the model's 2 key-value heads" in err
+    assert "the following arguments are required: episodes" in refused(capsys, *words)
+    assert "unknown flag --tensor-model; did you mean" in refused(capsys, "sft", "--tensor-model", "3", "talk.jsonl")
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
