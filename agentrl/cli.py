@@ -202,7 +202,8 @@ def run_check(args: argparse.Namespace, rest: Words) -> int:
     from agentrl.flags import parse_value
 
     if rest:
-        raise ConfigError(f"check: unknown flag {rest[0]}")
+        known = ("env", "env-arg", "episodes", "seed")
+        raise ConfigError(f"unknown flag {rest[0]}{suggest(rest[0].lstrip('-').partition('=')[0], known)}")
     env_class = make_env_class(args.env)
     pairs = [item.partition("=") for item in args.env_arg]
     env_args = {k: parse_value(v) for k, _, v in pairs}

@@ -106,6 +106,11 @@ def test_unknown_flag_suggests(here, capsys):
     )
 
 
+def test_unknown_flag_of_check_suggests(here, capsys):
+    err = refused(capsys, "check", "--env", "search_r1", "--episode=3")
+    assert err == "agentrl check: unknown flag --episode=3; did you mean 'episodes'?\n"
+
+
 def test_a_flag_without_its_value(here, capsys):
     assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
 
