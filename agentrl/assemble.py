@@ -7,7 +7,9 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,9 @@ from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.episode import EpisodeRunner, Limits, Pools
-from agentrl.errors import ConfigError, DataError, TemplateError, UsageError
+from agentrl.errors import ConfigError, ContractError, DataError, EnvFailure, TemplateError, UsageError, boundary
 from agentrl.models import model_folder
+from agentrl.pool import Pool
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -36,6 +39,9 @@ from agentrl.types import Task
 if TYPE_CHECKING:
     from agentrl.engine.choose import ServerPlan
     from agentrl.sync.base import WeightSync
+
+MOST_TASKS = 10_000_000
+"""of an environment's own, where no limit is given: one may yield them without end"""
 
 
 class Parts:
@@ -70,8 +76,26 @@ class Parts:
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
-        self.servers = self._servers(trains=trains)
+        self.trains = trains
+        self.servers = self._servers()
         self.threads = config.engine.threads or os.cpu_count() or 1
+
+    async def require_env(self) -> None:
+        """Make one environment with its tools and close them again, so that what it refuses is said before anything starts.
+
+        Whatever else fails here may be away for a moment only; episodes try again.
+
+        Raises:
+            UsageError: of the environment's own, for an argument that cannot work.
+        """
+        limit_s = self.env_class.timeout_s
+        with closing(Pool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
+            env = await pool.call(self.make_env, timeout_s=limit_s)
+            try:
+                await pool.call(env.tool_specs, timeout_s=limit_s)
+            finally:
+                for close in (*(tool.close for tool in env.tool_instances), env.close):
+                    await pool.call(close, timeout_s=limit_s)
 
     def require_trainable(self) -> None:
         """Refuse, before anything starts, what cannot be trained: a model that takes images, settings that do not fit model or machine.
@@ -221,11 +245,13 @@ class Parts:
         """The training tasks: `--prompt-data`, else the environment's own of this split.
 
         Raises:
-            DataError: none, or one the environment refuses.
+            DataError: none, too many, or one the environment refuses.
+            ContractError: the environment yields something else.
         """
         data = self.config.data
-        tasks = self._file_tasks(data.prompt_data) if data.prompt_data else self._own_tasks(split)
-        return tasks[: data.data_limit] if data.data_limit else tasks
+        if data.prompt_data:
+            return self._file_tasks(data.prompt_data)[: data.data_limit]
+        return self._own_tasks(split, data.data_limit)
 
     def eval_sets(self) -> dict[str, list[Task]]:
         """Evaluation sets by name: `--eval-prompt-data`, else, unless there is `--prompt-data`, the environment's split 'test' if it has one."""
@@ -236,7 +262,7 @@ class Parts:
         elif self.config.data.prompt_data:
             return {}
         else:
-            sets = {"test": self._own_tasks("test")}
+            sets = {"test": self._own_tasks("test", settings.eval_limit)}
         return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def close(self) -> None:
@@ -280,9 +306,18 @@ class Parts:
             check=self._check_task,
         )
 
-    def _own_tasks(self, split: str) -> list[Task]:
-        tasks = []
-        for task in self.env_class.tasks(split):
+    def _own_tasks(self, split: str, limit: int | None) -> list[Task]:
+        tasks: list[Task] = []
+        for task in islice(self.env_class.tasks(split), limit):
+            if limit is None and len(tasks) == MOST_TASKS:
+                raise DataError(
+                    f"{self.env_class.label()}.tasks({split!r}) yields more than {MOST_TASKS} tasks, perhaps without end; say how many "
+                    f"to take: --data-limit N to train on, --eval-limit N to evaluate on"
+                )
+            if not isinstance(task, Task):
+                raise ContractError(
+                    f"{self.env_class.label()}.tasks({split!r}) must yield agentrl.Task, found {type(task).__name__}: {task!r:.80}"
+                )
             try:
                 self._check_task(task)
             except UsageError as e:
@@ -290,13 +325,13 @@ class Parts:
             tasks.append(task)
         return tasks
 
-    def _servers(self, *, trains: bool) -> ServerPlan | None:
+    def _servers(self) -> ServerPlan | None:
         """Of `--engine sglang`, checked."""
         if self.config.engine.engine != "sglang":
             return None
         from agentrl.engine.choose import plan_servers
 
-        return plan_servers(self.config, self.folder, self.context_length, trains=trains)
+        return plan_servers(self.config, self.folder, self.context_length, trains=self.trains)
 
     def _context_length(self) -> int:
         model = self._model_config()
@@ -315,7 +350,11 @@ class Parts:
         return length
 
     def _model_config(self) -> dict[str, Any]:
-        found: dict[str, Any] = orjson.loads((self.folder / "config.json").read_bytes())
+        path = self.folder / "config.json"
+        try:
+            found: dict[str, Any] = orjson.loads(path.read_bytes())
+        except orjson.JSONDecodeError as e:
+            raise ConfigError(f"{path}: not JSON: {e}") from e
         return found
 
 

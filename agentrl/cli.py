@@ -18,7 +18,7 @@ from agentrl.config import Config, Layer, build_config, read_toml
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
-from agentrl.flags import add_flags, read_flags
+from agentrl.flags import add_flags, read_flags, split_unknown
 
 Words = list[str]
 
@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command is not None and command not in commands:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}")
         args, rest = parser.parse_known_args(words)
+        if command == "sft" and rest:
+            words, rest = split_unknown(words, rest)
+            args, more = parser.parse_known_args(words)
+            rest += more
         if args.command is None:
             parser.print_help()
             return 2
@@ -52,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("agentrl: interrupted; a run goes on with: agentrl train --resume RUN", file=sys.stderr)
+        resumable = command == "train" and not any(w.startswith("--train-only") for w in words)
+        advice = "; the run goes on with: agentrl train --resume RUN" if resumable else ""
+        print(f"{name}: interrupted{advice}", file=sys.stderr)
         return 130
     return result
 
@@ -196,7 +202,8 @@ def run_check(args: argparse.Namespace, rest: Words) -> int:
     from agentrl.flags import parse_value
 
     if rest:
-        raise ConfigError(f"check: unknown flag {rest[0]}")
+        known = ("env", "env-arg", "episodes", "seed")
+        raise ConfigError(f"unknown flag {rest[0]}{suggest(rest[0].lstrip('-').partition('=')[0], known)}")
     env_class = make_env_class(args.env)
     pairs = [item.partition("=") for item in args.env_arg]
     env_args = {k: parse_value(v) for k, _, v in pairs}

@@ -109,7 +109,7 @@ class RolloutSettings:
     rollout_batch_size: int = 16
     """tasks per rollout"""
     n_samples_per_prompt: int = 8
-    """episodes per task: the group"""
+    """episodes per task: the group; `train` learns from the differences in it, so from 2 on"""
     global_batch_size: int | None = None
     """episodes per optimizer step; None: from the equation"""
     num_steps_per_rollout: int = 1

@@ -11,8 +11,8 @@
             ...
             return StepResult("higher", terminated=False)
 
-One instance per episode; constructor arguments are its config. Methods may be sync (they run in a bounded pool of threads) or async.
-An Env never sees a tokenizer.
+One instance per episode, and one that is closed again before a run starts; constructor arguments are its config. Methods may be sync (they
+run in a bounded pool of threads) or async. An Env never sees a tokenizer.
 """
 
 from __future__ import annotations

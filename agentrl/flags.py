@@ -134,9 +134,28 @@ def read_megatron(rest: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def _take_values(words: list[str]) -> list[str]:
-    taken = []
-    while words and not words[0].startswith("--"):
+def split_unknown(words: Sequence[str], unknown: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line without its `unknown` flags and the values that Megatron's take, and these: argparse would take such values for other words."""
+    from agentrl.train.flags import megatron_flags
+
+    left: list[str] = []
+    theirs: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word not in unknown:
+            left.append(word)
+            continue
+        theirs.append(word)
+        spec = megatron_flags().get(word[2:])
+        if spec is not None and spec.fixed is None:
+            theirs += _take_values(words, None if spec.many else 1)
+    return left, theirs
+
+
+def _take_values(words: list[str], most: int | None = None) -> list[str]:
+    taken: list[str] = []
+    while words and not words[0].startswith("--") and len(taken) != most:
         taken.append(words.pop(0))
     return taken
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.assemble import Parts
 from agentrl.config import Config
 from agentrl.errors import DataError
 from agentrl.loop import Job, Print
@@ -19,7 +20,9 @@ from agentrl.types import Group, Status, Trajectory
 
 async def rollout_only(config: Config, *, out: Print = print) -> Path:
     """`num_rollout` rollouts, recorded, no trainer; says the mean reward of each and the table of causes."""
-    job = Job(config, None, out)
+    parts = Parts(config, trains=False)
+    await parts.require_env()
+    job = Job(parts, None, out)
     try:
         await job.start_engine()
         for step in range(config.rollout.num_rollout):
@@ -45,7 +48,9 @@ async def evaluate_only(config: Config, *, out: Print = print) -> dict[str, floa
     if data and not given:
         given = (Path(data.rpartition("@[")[0] or data).stem, data)
     config = replace(config, eval=replace(config.eval, eval_interval=1, eval_prompt_data=given))
-    job = Job(config, None, out, evaluates=True)
+    parts = Parts(config, trains=False)
+    await parts.require_env()
+    job = Job(parts, None, out, evaluates=True)
     try:
         await job.start_engine()
         await job.evaluate(0)
@@ -66,7 +71,7 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     rollouts = list(recorded_rollouts(recording, config.rollout.rollout_batch_size))
     if not rollouts:
         raise DataError(f"{source}: no episode of the train split in it")
-    job = Job(config, None, out, trains=True)
+    job = Job(Parts(config), None, out)
     if recording.note:
         out(recording.note)
     try:

@@ -17,7 +17,7 @@ from agentrl.assemble import Parts
 from agentrl.config import Config
 from agentrl.data.source import DataSource
 from agentrl.engine.base import Engine
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable, Rollout, Runner
@@ -34,8 +34,15 @@ Print = Callable[[str], None]
 
 
 async def train(config: Config, *, resume: Path | None = None, out: Print = print) -> Path:
-    """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit."""
-    job = Job(config, resume, out, trains=True)
+    """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit.
+
+    Raises:
+        UsageError: whatever cannot work, before anything starts.
+    """
+    require_groups(config)
+    parts = Parts(config)
+    await parts.require_env()
+    job = Job(parts, resume, out)
     try:
         await job.start()
         for step in range(job.step, config.rollout.num_rollout):
@@ -57,17 +64,15 @@ async def train(config: Config, *, resume: Path | None = None, out: Print = prin
 class Job:
     """The parts of a run and where it stands."""
 
-    def __init__(
-        self, config: Config, resume: Path | None, out: Print, *, trains: bool = False, evaluates: bool = False
-    ) -> None:
+    def __init__(self, parts: Parts, resume: Path | None, out: Print, *, evaluates: bool = False) -> None:
         """Check everything, then make the run folder.
 
         Raises:
             UsageError: whatever cannot work, before anything starts.
         """
-        self.config = config
+        self.config = config = parts.config
         self.out = out
-        self.parts = Parts(config, trains=trains)
+        self.parts = parts
         self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
         if evaluates and not self.eval_sets:
             raise DataError(
@@ -79,7 +84,7 @@ class Job:
             seed=config.run.seed,
             shuffle=config.data.rollout_shuffle,
         )
-        if trains:
+        if parts.trains:
             self.parts.require_trainable()
         else:
             self.parts.require_weights()
@@ -112,6 +117,7 @@ class Job:
             f"run folder {self.folder.path}: model {self.parts.folder}, environment {self.parts.env_class.label()}, {len(self.source.tasks)} tasks, "
             f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
         )
+        (self.folder.path / "checkpoints").mkdir(exist_ok=True)  # from here on it can be resumed
         reference = self.config.train.use_kl_loss
         self.trainer, _ = await asyncio.gather(
             asyncio.to_thread(self.parts.trainer, self.folder.path, reference=reference), self.engine.start()
@@ -346,6 +352,20 @@ class Job:
         )
         self.source.load_state_dict(state["source"])
         self.report.load_state_dict(state["report"])
+
+
+def require_groups(config: Config) -> None:
+    """Refuse groups of one, which have no advantage, if nothing else is trained.
+
+    Raises:
+        ConfigError: what to set.
+    """
+    t = config.train
+    if config.rollout.n_samples_per_prompt == 1 and not (t.kl_loss_coef or t.entropy_coef):
+        raise ConfigError(
+            "--n-samples-per-prompt 1 trains nothing: an episode's advantage is its distance from the others of its group; "
+            "give at least 2 (or --kl-loss-coef or --entropy-coef, if only these are meant)"
+        )
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -97,7 +97,7 @@ class RolloutLimits:
     min_group_size: int = 2
     """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
     max_failure_share: float = 0.5
-    """of attempts, those under way included; above it (and above 8 failures) the rollout stops"""
+    """of attempts, those under way included; above it the rollout stops, once there are more than 8 failures or no episode is left"""
 
 
 Progress = Callable[[Trajectory], None]
@@ -130,7 +130,7 @@ class Rollout:
         again of those whose group's reward failed.
 
         Raises:
-            TooManyFailuresError: more than `max_failure_share` of the attempts failed.
+            TooManyFailuresError: more than `max_failure_share` of the attempts failed, and they were many or nothing is left.
             UsageError: user code broke its contract; every other episode is closed first.
         """
         table = CauseTable()
@@ -140,8 +140,10 @@ class Rollout:
                     running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
         except ExceptionGroup as e:
             raise _first(e) from None  # the first error alone, not a group of what followed from it
-        done = [t.result() for t in running]
-        return [g for g in done if g is not None], table
+        done = [g for t in running if (g := t.result()) is not None]
+        if not done:
+            self._check(table, few=0)
+        return done, table
 
     async def _group(self, specs: Sequence[EpisodeSpec], table: CauseTable, progress: Progress | None) -> Group | None:
         async with (
@@ -194,10 +196,10 @@ class Rollout:
             table.retried += 1
             spec = replace(spec, attempt=spec.attempt + 1)
 
-    def _check(self, table: CauseTable) -> None:
+    def _check(self, table: CauseTable, few: int = 8) -> None:
         # failures come back sooner than successes: what still runs counts as attempted, else a run's first answers would end it
         attempts = table.attempts + self._running
-        if table.failures > 8 and table.failures > self.limits.max_failure_share * attempts:
+        if table.failures > few and table.failures > self.limits.max_failure_share * attempts:
             raise TooManyFailuresError(
                 f"{table.failures} of {table.attempts} episode attempts failed, more than max_failure_share "
                 f"{self.limits.max_failure_share:g} allows; the causes:\n{table}"

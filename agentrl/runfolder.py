@@ -5,7 +5,7 @@
     timings.jsonl    seconds, per rollout
     tensorboard/     the same numbers as events
     episodes/        every episode (store.py)
-    checkpoints/     NNNNNN/: trainer/ (weights, optimizer, random state) and state.json
+    checkpoints/     NNNNNN/: trainer/ (weights, optimizer, random state) and state.json; only a training run has it, and can be resumed
     hf/              the last weights in Hugging Face layout
     curve.png, summary.json
 
@@ -94,9 +94,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            raise ConfigError(
-                f"the run folder {path} exists already; choose another with --run, or go on with it: agentrl train --resume {path}"
-            ) from None
+            resume = f", or go on with it: agentrl train --resume {path}" if (path / "checkpoints").exists() else ""
+            raise ConfigError(f"the run folder {path} exists already; choose another with --run{resume}") from None
         _write_config(path, config, version)
         return cls(path, config, {})
 
@@ -107,8 +106,9 @@ class RunFolder:
         `config.toml` tells from here on what the run goes on with: the settings as they are now, and this version of the code.
 
         Raises:
-            StoreError: the run is still going on.
+            StoreError: it is no training run, or one that is still going on.
         """
+        require_run(path)
         found = checkpoints(path)
         last = found[-1] if found else None
         state: dict[str, Any] = orjson.loads((last / "state.json").read_bytes()) if last else {}
@@ -187,11 +187,15 @@ def next_free(parent: Path, name: str) -> Path:
 
 
 def require_run(path: Path) -> Path:
-    """A folder that is a run.
+    """A folder that is a training run.
 
     Raises:
         StoreError: it is none.
     """
     if not (path / "config.toml").exists():
         raise StoreError(f"{path} is no run folder (it has no config.toml)")
+    if not (path / "checkpoints").exists():
+        raise StoreError(
+            f"{path} is no run that can be resumed (it has no checkpoints/, as those of `agentrl train` have); begin a new one"
+        )
     return path

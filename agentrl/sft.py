@@ -92,11 +92,22 @@ def load_episodes(sources: Sequence[Path], parts: Parts, out: Print) -> list[Tra
 
 
 def recorded(source: Path, out: Print) -> Iterator[Trajectory]:
-    """All episodes of a store; says what is to be known of it."""
+    """All episodes of a store but those of evaluations, whose tasks are held out; says what is to be known of it.
+
+    Raises:
+        DataError: there are only evaluations.
+    """
     recording = Recording(source)
     if recording.note:
         out(recording.note)
-    return (from_record(r, recording.images) for r in recording.records())
+    entries = [e for e in recording.episodes if not e.split.startswith("eval/")]
+    if held_out := len(recording.episodes) - len(entries):
+        if not entries:
+            raise DataError(
+                f"{source}: holds only evaluations ({held_out} episodes), which are not trained on; give episodes of training"
+            )
+        out(f"{source}: {held_out} episodes of evaluations left out")
+    return (from_record(r, recording.images) for r in recording.records(entries))
 
 
 def make_batches(samples: Sequence[Sample], config: Config) -> list[list[Sample]]:

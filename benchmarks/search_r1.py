@@ -72,7 +72,7 @@ def page(rows: list[dict], extra: dict, machine: dict) -> str:
         lines.append(
             f"| {r['name']} | {flags} | "
             + " | ".join(cells)
-            + f" | {r['steps']} | {r['wall_s']:.0f} | {r['exactness_violations']} |"
+            + f" | {r['rollouts']} | {r['wall_s']:.0f} | {r['exactness_violations']} |"
         )
     lines += [
         "",

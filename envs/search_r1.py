@@ -89,7 +89,7 @@ class SearchR1(ToolEnv):
             return [first, *rest]
         return [{**first, "content": INSTRUCTIONS + str(first["content"])}, *rest]
 
-    @tool(retries=2)
+    @tool(retries=2, timeout_s=60)  # more than the retriever waits for a server to connect and to answer
     def search(self, query: str) -> str:
         """Search the corpus.
 

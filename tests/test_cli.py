@@ -7,7 +7,8 @@ import pytest
 from doubles import FakeEngine
 from safetensors.numpy import save_file
 
-from agentrl.cli import main
+from agentrl.assemble import Parts
+from agentrl.cli import main, make_parser, resolve
 from agentrl.config import FIELDS
 from agentrl.errors import ConfigError
 from agentrl.flags import REFUSED
@@ -106,6 +107,11 @@ def test_unknown_flag_suggests(here, capsys):
     )
 
 
+def test_unknown_flag_of_check_suggests(here, capsys):
+    err = refused(capsys, "check", "--env", "search_r1", "--episode=3")
+    assert err == "agentrl check: unknown flag --episode=3; did you mean 'episodes'?\n"
+
+
 def test_a_flag_without_its_value(here, capsys):
     assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
 
@@ -124,12 +130,29 @@ def test_unknown_env_argument_suggests(here, model, capsys):
     assert "takes no argument 'retrever'; did you mean 'retriever'" in err
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("corpus=missing.jsonl", "missing.jsonl: cannot be read"), ("retriever=bm52", "retriever must be 'bm25'")],
+)
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+def test_an_argument_that_the_environment_refuses(here, model, capsys, command, given, says):
+    assert says in refused(capsys, command, "--model", str(model), "--env-arg", given)
+    assert not (here / "runs").exists()
+
+
 def test_batch_equation_prints_both_sides(here, capsys):
     err = refused(
         capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16"
     )
     assert "3 × 8 = 24" in err
     assert "16 × 1 = 16" in err
+
+
+def test_groups_of_one_train_nothing(here, model, capsys):
+    words = ["train", "--model", str(model), "--n-samples-per-prompt", "1"]
+    assert "--n-samples-per-prompt 1 trains nothing" in refused(capsys, *words)
+    assert "no data file" in refused(capsys, *words, "--entropy-coef", "0.01", "--prompt-data", "nowhere.jsonl")
+    assert not (here / "runs").exists()
 
 
 def test_value_of_the_wrong_type_names_the_flag(here, capsys):
@@ -151,6 +174,34 @@ def test_model_without_chat_template(here, model, capsys):
     assert "no chat template" in refused(capsys, "train", "--model", str(model))
 
 
+def test_a_config_that_is_no_json(here, model, capsys):
+    (model / "config.json").write_text("{")
+    assert "config.json: not JSON" in refused(capsys, "eval", "--model", str(model))
+
+
+def test_an_environment_whose_tasks_are_none(here, model, capsys):
+    (here / "env.py").write_text(
+        "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): return [{'prompt': 'x'}]\n"
+    )
+    err = refused(capsys, "rollout", "--env", "env.py", "--model", str(model))
+    assert "E.tasks('test') must yield agentrl.Task, found dict: {'prompt': 'x'}" in err
+
+
+def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch):
+    (here / "env.py").write_text(
+        "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"
+        "    def tasks(cls, split): return (Task(str(i), 'x') for i in count())\n"
+    )
+    monkeypatch.setattr("agentrl.assemble.MOST_TASKS", 1000)
+    words = ["--env", "env.py", "--model", str(model)]
+    err = refused(capsys, "train", *words)
+    assert (
+        "E.tasks('train') yields more than 1000 tasks, perhaps without end; say how many to take: --data-limit N" in err
+    )
+    parts = Parts(resolve(*make_parser()[0].parse_known_args(["train", *words, "--data-limit", "2000"])))
+    assert (len(parts.tasks("train")), len(parts.eval_sets()["test"])) == (2000, 200)
+
+
 def test_no_such_model(here, capsys):
     assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
 
@@ -164,7 +215,7 @@ def test_run_folder_exists(here, model, capsys, words):
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     err = refused(capsys, *words, "--model", str(model), "--run", str(run))
     assert "exists already" in err
-    assert "--resume" in err
+    assert "--resume" not in err, "it is no training run"
     assert [p.name for p in run.iterdir()] == ["precious"]
 
 
@@ -188,6 +239,17 @@ def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words,
     words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
     assert says in refused(capsys, *command.split(), "--model", str(model), *words.split())
     assert not (here / "runs").exists()
+
+
+def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, capsys):
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    words = ["sft", "--model", str(model), "--tensor-model-parallel-size", "3"]
+    for flag in ("--sequence-parallel", "--weight-decay=0.1"):
+        err = refused(capsys, *words, "--actor-num-gpus-per-node", "none", flag, "talk.jsonl")
+        assert "3 does not divide the model's 2 key-value heads" in err
+    assert "the following arguments are required: episodes" in refused(capsys, *words)
+    assert "unknown flag --tensor-model; did you mean" in refused(capsys, "sft", "--tensor-model", "3", "talk.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -250,10 +312,25 @@ def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
     assert "is no run folder" in refused(capsys, "train", "--resume", "nowhere")
     (here / "run").mkdir()
     (here / "run" / "config.toml").write_text("")
+    assert "is no run that can be resumed" in refused(capsys, "train", "--resume", "run")
+    (here / "run" / "checkpoints").mkdir()
     assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
     (here / "c.toml").write_text("")
     assert "leave out --config" in refused(capsys, "train", "--resume", "run", "--config", "c.toml")
     assert "leave out --train-only" in refused(capsys, "train", "--resume", "run", "--train-only", "run")
+
+
+@pytest.mark.parametrize(
+    ("command", "resumes"),
+    [("train", True), ("train --train-only x", False), ("rollout", False), ("eval", False), ("sft x", False)],
+)
+def test_only_an_interrupted_training_run_is_said_to_go_on(here, capsys, monkeypatch, command, resumes):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentrl.cli.resolve", interrupt)
+    assert main(command.split()) == 130
+    assert ("agentrl train --resume RUN" in capsys.readouterr().err) is resumes
 
 
 @pytest.mark.parametrize("flag", SLIME_FLAGS)

@@ -49,3 +49,5 @@ def test_rows_are_read_and_bad_ones_named(hermes, tmp_path):
     file.write_text('{"message": []}\n')
     with pytest.raises(DataError, match="line 1: expected"):
         next(read_conversations(file, hermes, 512))
+    with pytest.raises(DataError, match="no data file"):
+        next(read_conversations(tmp_path / "missing.jsonl", hermes, 512))

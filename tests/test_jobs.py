@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from test_retrieval import Server
 from agentrl.assemble import Parts
 from agentrl.cli import main, make_parser, resolve
 from agentrl.episode import EpisodeRunner
+from agentrl.errors import WorkerError
+from agentrl.registry import load_file
 from agentrl.render import Tokenizer
 from agentrl.store import read_episodes
 from agentrl.types import Status
@@ -144,6 +147,68 @@ def test_eval_without_a_question_is_refused(model, says, tmp_path, capsys):
     assert main(["eval", "--model", model, "--env", "mine.py"]) == 2
     assert "no tasks of the split 'test'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+# -- train ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_is_begun_again_by_resume(model, says, capsys, monkeypatch):
+    def dies(*_, **__):
+        raise WorkerError("the trainer died")
+
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
+    monkeypatch.setattr("agentrl.assemble.Parts.trainer", dies)
+    says(["<answer>Paris</answer>"])
+    for words in (["--env", "search_r1", "--model", model, "--run", "run"], ["--resume", "run"]):
+        assert main(["train", *words]) == 1
+        assert "the trainer died" in capsys.readouterr().err
+
+
+# -- an environment is made before anything starts -----------------------------------------------------------------------
+
+SHY = """
+from agentrl import StepResult, Task, Tool, ToolEnv
+
+made, closed = [], []
+
+class Pen(Tool):
+    def __init__(self):
+        made.append("pen")
+
+    async def close(self):
+        closed.append("pen")
+
+    def call(self, text: str) -> str:
+        return text
+
+class Shy(ToolEnv):
+    tools = [Pen]
+    shows_tools = True
+
+    def __init__(self):
+        made.append("env")
+        if len(made) == 1 and FLAKY:
+            raise ConnectionError("not yet")
+
+    async def close(self):
+        closed.append("env")
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task("0", "hello", 1)]
+"""
+
+
+@pytest.mark.parametrize("flaky", [False, True])
+def test_the_environment_that_is_made_before_a_run_is_closed_and_may_fail(model, says, tmp_path, flaky):
+    says(["x"])
+    (tmp_path / "shy.py").write_text(f"FLAKY = {flaky}\n{SHY}")
+    words = ["rollout", "--model", model, "--env", "shy.py", "--run", "run", "--num-rollout", "1"]
+    assert main([*words, "--rollout-batch-size", "1", "--n-samples-per-prompt", "2"]) == 0
+    module, whole = load_file(tmp_path / "shy.py"), 2 if flaky else 3
+    assert Counter(module.made) == {"env": 3, "pen": whole}, "one of them before the two episodes"
+    assert Counter(module.closed) == {"env": whole, "pen": whole}
+    assert summary(tmp_path / "run")["failures"] == 0
 
 
 # -- every attempt counts ------------------------------------------------------------------------------------------------

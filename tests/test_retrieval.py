@@ -2,18 +2,25 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from aiohttp import web
+from doubles import play
 
 from agentrl.envs.factbook import Passage, expert_plan, passages, questions
+from agentrl.envs.search_r1 import SearchR1
 from agentrl.errors import DataError, InfraError
+from agentrl.pool import Pool
+from agentrl.render import Renderer
 from agentrl.tools.retrieval import BM25Retriever, DenseRetriever, HTTPRetriever, load_corpus, show, split_contents
+from agentrl.types import StopReason
 
 SMALL = [
     Passage("a", "Fruit", "apples and pears"),
@@ -191,6 +198,22 @@ def test_a_slow_or_absent_server_is_an_infrastructure_failure(server: Server) ->
         HTTPRetriever(server.url, timeout_s=0.2).search(["slow"], 1)
     with pytest.raises(InfraError, match="ConnectError"):
         HTTPRetriever("http://127.0.0.1:9/retrieve", timeout_s=1.0).search(["q"], 1)
+
+
+async def test_a_server_that_hangs_is_not_the_policys_doing(tags: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all times a hundredth: the search fails before the tool's time is up, is tried again, and then fails the episode."""
+    client, call = httpx.Client, Pool.call
+
+    async def quick(self: Pool, *args: Any, timeout_s: float = 1.0, **kwargs: Any) -> Any:
+        return await call(self, *args, timeout_s=timeout_s / 100, **kwargs)
+
+    monkeypatch.setattr(httpx, "Client", lambda timeout: client(timeout=timeout / 100))
+    monkeypatch.setattr(Pool, "call", quick)
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # connects, and never answers
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}/retrieve"
+        env_args = {"retriever": "http", "url": url}
+        t = await play(SearchR1, ["<search>x</search>", "<answer>y</answer>"], tags, env_args=env_args)
+    assert (t.stop_reason, t.cause) == (StopReason.TOOL_FAILURE, "tool search: InfraError")
 
 
 def test_dense_finds_by_meaning_and_embeds_a_corpus_once(tmp_path: Path) -> None:

@@ -151,6 +151,16 @@ async def test_case_30_when_every_episode_fails_the_run_stops_and_does_not_wait(
         await asyncio.wait_for(rollout(hermes, [EngineFailure("down")], max_retries=99).run(groups_of(4, 4)), 10)
 
 
+@pytest.mark.parametrize("max_retries", [0, 2])
+async def test_a_small_rollout_of_which_nothing_is_left_stops_the_run_too(hermes, max_retries):
+    with pytest.raises(
+        TooManyFailuresError, match=rf"{2 + 2 * max_retries} of {2 + 2 * max_retries} .*\n(.*\n)*.*down"
+    ):
+        await rollout(hermes, [EngineFailure("down")], max_retries=max_retries).run(groups_of(1, 2))
+    groups, _ = await rollout(hermes, [EngineFailure("down")], max_failure_share=1.0).run(groups_of(1, 2))
+    assert groups == [], "any share is borne"
+
+
 async def test_a_few_failures_at_the_start_do_not_stop_it(hermes):
     script = lambda r: EngineFailure("503") if index_of(r) < 8 and attempt_of(r) == 0 else "x"  # noqa: E731
     groups, table = await rollout(hermes, script, concurrency=8).run(groups_of(4, 4))
@@ -235,7 +245,8 @@ async def test_a_group_reward_may_abstain_for_some(hermes):
 )
 async def test_case_22_a_bad_group_reward_drops_the_group_and_counts_each_attempt_once(hermes, fn):
     heard = {}
-    groups, table = await rollout(hermes, ["x"], rewards=[Reward(fn, "bad", group=True)]).run(
+    bad = Reward(fn, "bad", group=True)
+    groups, table = await rollout(hermes, ["x"], rewards=[bad], max_failure_share=1.0).run(
         groups_of(1, 4), lambda t: heard.update({t.episode_id: t})
     )
     assert groups == []

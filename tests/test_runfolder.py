@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from doubles import trajectory
 
 from agentrl import __version__
 from agentrl.cli import main
 from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError
 from agentrl.runfolder import RunFolder
+from agentrl.store import Recording
 
 
 @pytest.fixture
@@ -17,12 +20,19 @@ def config(tmp_path):
     return build_config({"run": str(tmp_path / "run"), "hf_checkpoint": str(tmp_path), "tensorboard": False})
 
 
+def begun(config):
+    """The folder of a training run that has started."""
+    folder = RunFolder.create(config, __version__)
+    (folder.path / "checkpoints").mkdir()
+    return folder
+
+
 def written(folder):
     return {p.name: p.read_bytes() for p in folder.path.iterdir() if p.is_file()}
 
 
 def test_a_run_that_goes_on_is_not_resumed(config, capsys):
-    folder = RunFolder.create(config, __version__)
+    folder = begun(config)
     for step in range(3):
         folder.metrics.write({"step": step})
     before = written(folder)
@@ -60,7 +70,7 @@ sys.stdin.read()
 
 
 def test_the_folder_of_a_killed_run_is_free(config):
-    folder = RunFolder.create(config, __version__)
+    folder = begun(config)
     folder.close()
     command = [sys.executable, "-c", HOLD, str(folder.path / "metrics.jsonl")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -73,5 +83,22 @@ def test_the_folder_of_a_killed_run_is_free(config):
 
 def test_nothing_is_overwritten(config):
     RunFolder.create(config, __version__).close()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match=r"exists already; choose another with --run$"):
         RunFolder.create(config, __version__)
+    (Path(config.run.run) / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"exists already; .* or go on with it: agentrl train --resume"):
+        RunFolder.create(config, __version__)
+
+
+def test_what_is_no_training_run_is_not_resumed_and_stays_whole(config, capsys):
+    folder = RunFolder.create(config, __version__)
+    folder.metrics.write({"step": 0})
+    folder.episodes.write(trajectory(), split="train")
+    folder.close()
+    before = written(folder)
+    assert main(["train", "--resume", str(folder.path)]) == 2
+    assert "is no run that can be resumed" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="is no run that can be resumed"):
+        RunFolder.reopen(folder.path, config, __version__)
+    assert written(folder) == before
+    assert len(Recording(folder.path).episodes) == 1

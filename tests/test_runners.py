@@ -16,6 +16,7 @@ from doubles import until
 from sglang_double import Double
 
 from agentrl import runners
+from agentrl.assemble import Parts
 from agentrl.config import build_config
 from agentrl.engine.launch import session_members
 from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
@@ -158,7 +159,7 @@ async def test_sessions_stick_to_a_server(settings, servers):
 async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, servers, monkeypatch):
     for server in servers:
         server.delay_s = 0.05
-    job = Job(settings("slow", 2), None, lambda text: None)
+    job = Job(Parts(settings("slow", 2), trains=False), None, lambda text: None)
     behind = 0
 
     class Slow:
@@ -218,7 +219,7 @@ async def test_what_cannot_be_pickled_is_said(settings):
 
 
 async def test_a_task_that_cannot_be_sent_is_named(settings):
-    job = Job(settings("task", 2), None, lambda text: None)
+    job = Job(Parts(settings("task", 2), trains=False), None, lambda text: None)
     job.source.tasks = [replace(t, metadata={"n": lambda: 0}) for t in job.source.tasks]
     try:
         await job.engine.start()
@@ -249,7 +250,7 @@ async def test_a_server_that_goes_and_comes_back(settings, servers):
 
 
 async def test_every_rollout_takes_the_weights_there_are(settings, servers):
-    job = Job(settings("versions", 2), None, lambda text: None)
+    job = Job(Parts(settings("versions", 2), trains=False), None, lambda text: None)
     try:
         await job.engine.start()
         for version in (0, 1):

@@ -5,12 +5,14 @@ import json
 
 import numpy as np
 import pytest
+from doubles import trajectory
 from replays import NoteTrainer
 
 from agentrl.cli import main
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DataError
 from agentrl.samples import to_samples
-from agentrl.store import Recording, from_record
+from agentrl.sft import recorded
+from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.train.fed import rebuild_rows
 from agentrl.view.detail import episode_detail
 
@@ -75,6 +77,22 @@ def test_the_page_shows_what_was_taught(run):
     (row,) = detail["rows"]
     assert row["trained"] == len(taught)
     assert detail["fed"]["loss"]["kind"] == "sft"
+
+
+def test_episodes_of_evaluations_are_left_out(tmp_path):
+    writer = EpisodeWriter(tmp_path / "run/episodes")
+    for index, split in enumerate(("eval/test", "train", "eval/test")):
+        writer.write(trajectory(index=index), split=split)
+    writer.close()
+    said = []
+    assert [t.episode_id for t in recorded(tmp_path / "run", said.append)] == ["1-0"]
+    assert said == [f"{tmp_path / 'run'}: 2 episodes of evaluations left out"]
+
+    writer = EpisodeWriter(tmp_path / "eval/episodes")
+    writer.write(trajectory(), split="eval/test")
+    writer.close()
+    with pytest.raises(DataError, match="holds only evaluations"):
+        recorded(tmp_path / "eval", print)
 
 
 def test_a_model_of_images_is_refused(tmp_path, tokenizer_dir, monkeypatch):

@@ -160,8 +160,11 @@ class DenseRetriever:
 class HTTPRetriever:
     """A Search-R1 retrieval server: POST {"queries", "topk", "return_scores"} to its `/retrieve`."""
 
-    def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
-        """`url` is the whole address, such as http://127.0.0.1:8000/retrieve."""
+    def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
+        """`url` is the whole address, such as http://127.0.0.1:8000/retrieve.
+
+        `timeout_s` must be less than that of the tool that searches: what runs out of a tool's time is told to the policy.
+        """
         import httpx
 
         if not url.startswith(("http://", "https://")):

@@ -18,8 +18,10 @@ def read_conversations(path: Path, renderer: Renderer, max_tokens: int) -> Itera
     """Rows {"messages": […], "tools": […]?} of a JSONL file. A conversation longer than `max_tokens` is cut after its last turn that fits.
 
     Raises:
-        DataError: a malformed row, with its line number.
+        DataError: no such file, or a malformed row, with its line number.
     """
+    if not path.is_file():
+        raise DataError(f"no data file {path}")
     with path.open("rb") as f:
         for line, raw in enumerate(f, 1):
             if not raw.strip():

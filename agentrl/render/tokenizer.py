@@ -92,8 +92,12 @@ class Tokenizer:
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
         config: dict[str, Any] = {}
-        if (folder / "tokenizer_config.json").exists():
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            if (folder / "tokenizer_config.json").exists():
+                config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except Exception as e:  # tokenizers raises nothing narrower
+            raise TemplateError(f"{folder}: its tokenizer cannot be read: {e}") from e
         template = config.get("chat_template")
         if isinstance(template, list):  # named templates
             template = next((t["template"] for t in template if t["name"] == "default"), None)
@@ -104,9 +108,7 @@ class Tokenizer:
             for k, v in config.items()
             if k.endswith("_token") and isinstance(v, (str, dict))
         }
-        return cls(
-            tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), chat_template=template, special=special
-        )
+        return cls(backend, chat_template=template, special=special)
 
     @property
     def is_fast(self) -> bool:

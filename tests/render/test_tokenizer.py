@@ -200,3 +200,7 @@ def test_a_model_folder(tmp_path):
     assert (loaded.chat_template, loaded.special) == ("new", {"eos_token": "<|im_end|>"})
     with pytest.raises(TemplateError, match="no tokenizer could be loaded"):
         Tokenizer.load(tmp_path / "nothing")
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{")
+        with pytest.raises(TemplateError, match="its tokenizer cannot be read"):
+            Tokenizer.load(tmp_path)
