@@ -114,6 +114,28 @@ class Runner(Protocol):
         """Play one episode; see `EpisodeRunner.run`."""
 
 
+class _Account:
+    """Of one rollout under way: what became of attempts, and how many episodes were ordered and have no slot yet."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.table = CauseTable()
+        self.progress: Progress = progress or (lambda trajectory: None)
+        self._waiting = 0
+        self._begun = asyncio.Event()
+
+    async def order(self, count: int, most: int) -> None:
+        """Count so many more, once fewer than `most` wait: what lies further on need not exist yet."""
+        while self._waiting >= most:
+            self._begun.clear()
+            await self._begun.wait()
+        self._waiting += count
+
+    def begin(self) -> None:
+        """One of them has its slot."""
+        self._waiting -= 1
+        self._begun.set()
+
+
 class Rollout:
     """Runs groups of episodes on one runner."""
 
@@ -127,39 +149,40 @@ class Rollout:
         self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
     ) -> tuple[list[Group], CauseTable]:
         """Run all groups; returns those that stand, in order, and the table. `progress` hears of every finished attempt, and
-        again of those whose group's reward failed.
+        again of those whose group's reward failed. `groups` is gone through as places become free.
 
         Raises:
             TooManyFailuresError: more than `max_failure_share` of the attempts failed, and they were many or nothing is left.
             UsageError: user code broke its contract; every other episode is closed first.
         """
-        table = CauseTable()
+        account = _Account(progress)
+        running: list[asyncio.Task[Group | None]] = []
         try:
             with fewer_collections:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._group(specs, table, progress)) for specs in groups]
+                    for specs in groups:
+                        await account.order(len(specs), self.limits.concurrency)
+                        running.append(tasks.create_task(self._group(specs, account)))
         except ExceptionGroup as e:
             raise _first(e) from None  # the first error alone, not a group of what followed from it
         done = [g for t in running if (g := t.result()) is not None]
         if not done:
-            self._check(table, few=0)
-        return done, table
+            self._check(account.table, few=0)
+        return done, account.table
 
-    async def _group(self, specs: Sequence[EpisodeSpec], table: CauseTable, progress: Progress | None) -> Group | None:
+    async def _group(self, specs: Sequence[EpisodeSpec], account: _Account) -> Group | None:
         async with (
             asyncio.TaskGroup() as tasks
         ):  # if one raises, the others are cancelled, and closed before the error goes on
-            members = [tasks.create_task(self._episode(s, table, progress)) for s in specs]
+            members = [tasks.create_task(self._episode(s, account)) for s in specs]
         kept = [t for m in members if (t := m.result()) is not None]
         if len(kept) < min(self.limits.min_group_size, len(specs)):
-            table.dropped_groups += 1
+            account.table.dropped_groups += 1
             return None
-        scored = await self._score(kept, table, progress)
+        scored = await self._score(kept, account)
         return Group(specs[0].group_index, specs[0].task, tuple(scored)) if scored else None
 
-    async def _score(
-        self, members: list[Trajectory], table: CauseTable, progress: Progress | None
-    ) -> list[Trajectory] | None:
+    async def _score(self, members: list[Trajectory], account: _Account) -> list[Trajectory] | None:
         """The members with their group rewards, tried as often as an episode is; None if the group is lost."""
         for attempt in range(self.limits.max_retries + 1):
             try:
@@ -169,31 +192,33 @@ class Rollout:
                     continue
                 for t in members:
                     lost = replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
-                    table.recount(t, lost)
-                    if progress is not None:
-                        progress(lost)
-        table.dropped_groups += 1
-        self._check(table)
+                    account.table.recount(t, lost)
+                    account.progress(lost)
+        account.table.dropped_groups += 1
+        self._check(account.table)
         return None
 
-    async def _episode(self, spec: EpisodeSpec, table: CauseTable, progress: Progress | None) -> Trajectory | None:
+    async def _episode(self, spec: EpisodeSpec, account: _Account) -> Trajectory | None:
         """One episode with its retries; None if it is lost."""
+        first = True
         while True:
             async with self._slots:
+                if first:
+                    account.begin()
+                    first = False
                 self._running += 1
                 try:
                     trajectory = await self.runner.run(spec)
                 finally:
                     self._running -= 1
-            table.add(trajectory)
-            if progress is not None:
-                progress(trajectory)
+            account.table.add(trajectory)
+            account.progress(trajectory)
             if trajectory.status not in (Status.FAILED, Status.ABORTED):
                 return trajectory
-            self._check(table)
+            self._check(account.table)
             if spec.attempt >= self.limits.max_retries:
                 return None
-            table.retried += 1
+            account.table.retried += 1
             spec = replace(spec, attempt=spec.attempt + 1)
 
     def _check(self, table: CauseTable, few: int = 8) -> None:

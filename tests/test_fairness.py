@@ -51,7 +51,7 @@ async def test_episodes_start_in_the_order_in_which_they_were_issued(hermes):
 
 async def test_one_that_failed_starts_again_behind_those_that_wait(hermes):
     engine = FakeEngine(hermes, lambda r: EngineFailure("503") if r.session == "0-0" else "x")
-    await Rollout(make_runner(Desk, engine, hermes), RolloutLimits(concurrency=1)).run(groups_of(2, 3))
+    await Rollout(make_runner(Desk, engine, hermes), RolloutLimits(concurrency=1)).run(groups_of(1, 6))
     assert [r.session for r in engine.requests] == ["0-0", "1-0", "2-0", "3-0", "4-0", "5-0", "0-1"]
 
 
@@ -187,3 +187,22 @@ async def test_an_observation_of_megabytes_does_not_block_the_event_loop(hermes)
     ticking.cancel()
     assert t.turns[0].observation_cut_tokens > 100_000
     assert max(gaps) < 0.4, "it takes seconds"
+
+
+async def test_groups_are_taken_from_their_source_as_places_become_free(hermes):
+    taken, ahead = 0, []
+
+    def source():
+        nonlocal taken
+        for group in groups_of(200, 4):
+            taken += len(group)
+            yield group
+
+    def progress(_):
+        ahead.append(taken - len(ahead))
+
+    groups, table = await Rollout(make_runner(Desk, ["x"], hermes), RolloutLimits(concurrency=8)).run(
+        source(), progress
+    )
+    assert (len(groups), table.attempts) == (200, 800)
+    assert max(ahead) <= 8 + 8 + 4, "those that run, as many that wait, a group more"
