@@ -24,8 +24,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--write", action="store_true", help="keep in benchmarks/results/overhead_cpu.{json,md}")
     args = parser.parse_args()
-    renderer = agent.make_agent_renderer()
     baseline_kb = memory_kb("VmRSS")
+    renderer = agent.make_agent_renderer()
     with Mock(args.turns) as mock:
         work = agent.run(mock.address, args.episodes, args.turns, args.episodes, renderer=renderer)
         found: dict[str, Any] = asyncio.run(work)
@@ -35,7 +35,7 @@ def main() -> int:
     if args.write:
         text = (
             f"{found['done']} of {args.episodes} episodes of {args.turns} turns, all at once: {found['wall_s']:.0f} s, "
-            f"{found['kb_per_episode']:.1f} kB an episode over the imports, {found['cpu_ms_per_turn']:.2f} CPU ms a turn, "
+            f"{found['kb_per_episode']:.1f} kB an episode over the imports, the tokenizer among it, {found['cpu_ms_per_turn']:.2f} CPU ms a turn, "
             f"{found['tasks_left']} tasks left, {found['wrong']} wrong, {found['violations']} exactness violations."
         )
         keep("many at once", "python -m benchmarks.overhead.many --write", found, text)
