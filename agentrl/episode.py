@@ -145,19 +145,19 @@ class EpisodeRunner:
         episode = Episode(self, spec)
         started = time.perf_counter()
         try:
-            reason, cause = await episode.play_bounded()
+            reason, failure = await episode.play_bounded()
         finally:
             await to_the_end(episode.close())
         if episode.state_lost and reason not in _STOP_REASONS.values():  # nothing to score it by
-            reason, cause = StopReason.ENV_FAILURE, episode.close_failure
+            reason, failure = StopReason.ENV_FAILURE, episode.close_failure
         episode.clock["episode_s"] = time.perf_counter() - started
-        trajectory = episode.trajectory(reason, cause)
+        trajectory = episode.trajectory(reason, failure)
         if reason in _STOP_REASONS.values():
             return trajectory
         try:
             return await self.scorer.score(trajectory)
         except Failure as e:
-            return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
+            return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
 
     async def rewrite(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
         """What a context policy makes of a conversation; None: it stays as it is."""
@@ -196,8 +196,8 @@ class Episode:
 
     # -- from start to end -------------------------------------------------------------------------------------------
 
-    async def play_bounded(self) -> tuple[StopReason, str | None]:
-        """Play under the episode's time limit; failures become stop reasons, with their cause."""
+    async def play_bounded(self) -> tuple[StopReason, Failure | UsageError | None]:
+        """Play under the episode's time limit; failures become stop reasons."""
         timer = asyncio.timeout(self.runner.limits.episode_timeout_s)
         try:
             async with timer:
@@ -207,7 +207,7 @@ class Episode:
                 raise
             return StopReason.EPISODE_TIMEOUT, None
         except Failure as e:
-            return next(reason for kind, reason in _STOP_REASONS.items() if isinstance(e, kind)), e.cause
+            return next(reason for kind, reason in _STOP_REASONS.items() if isinstance(e, kind)), e
 
     async def play(self) -> StopReason:
         """Turn after turn until something ends the episode."""
@@ -453,7 +453,7 @@ class Episode:
                 async with asyncio.timeout(self.runner.env_class.timeout_s):
                     await self.runner.engine.release(self.spec.episode_id)
         except (Failure, UsageError) as e:
-            self.close_failure = self.close_failure or getattr(e, "cause", str(e))
+            self.close_failure = self.close_failure or e
 
     async def finish(self, kind: type[Failure], where: str, call: Callable[[], Any]) -> Any:
         """Make one closing call; None if it failed."""
@@ -464,18 +464,18 @@ class Episode:
                     raise TypeError(f"state must return a mapping, found {type(value).__name__}")
                 return value
         except (Failure, UsageError) as e:
-            self.close_failure = self.close_failure or getattr(e, "cause", str(e))
+            self.close_failure = self.close_failure or e
             return None
 
-    close_failure: str | None = None
+    close_failure: Failure | UsageError | None = None
     """why closing failed, if it did"""
     state_lost: bool = False
     """the environment has a state and could not say it"""
 
-    def trajectory(self, reason: StopReason, cause: str | None) -> Trajectory:
+    def trajectory(self, reason: StopReason, failure: Failure | UsageError | None) -> Trajectory:
         """The immutable record, not yet scored."""
         self.end_turn()
-        spec = self.spec
+        spec, closing = self.spec, self.close_failure
         self.clock["non_generation_s"] = max(0.0, self.clock.get("episode_s", 0.0) - self.clock["generate_s"])
         return Trajectory(
             episode_id=spec.episode_id,
@@ -487,12 +487,18 @@ class Episode:
             segments=self.recorder.segments(),
             turns=tuple(self.turns),
             stop_reason=reason,
-            cause=cause or (f"while closing: {self.close_failure}" if self.close_failure else None),
+            cause=cause_of(failure) if failure else (f"while closing: {cause_of(closing)}" if closing else None),
+            detail=str(failure or closing) if failure or closing else None,
             state=self.state,
             seed=self.seed,
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
+
+
+def cause_of(error: Failure | UsageError) -> str:
+    """In a few words."""
+    return error.cause if isinstance(error, Failure) else str(error)
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:

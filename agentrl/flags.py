@@ -202,10 +202,10 @@ def _pair(name: str, item: str) -> tuple[str, Any]:
 
 
 def parse_value(raw: str) -> Any:
-    """A word of the command line as TOML would read it; what is no TOML value is a string."""
+    """A word of the command line as TOML would read it, True and False too; what is no TOML value is a string."""
     import tomllib
 
     try:
         return tomllib.loads(f"v = {raw}")["v"]
     except tomllib.TOMLDecodeError:
-        return raw
+        return {"True": True, "False": False}.get(raw, raw)

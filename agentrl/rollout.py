@@ -13,6 +13,8 @@ from agentrl.errors import RewardFailure, TooManyFailuresError
 from agentrl.reward import Scorer
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
 
+_SHOWN = 300
+"""characters of a failure's detail in the table"""
 _GC_OBJECTS = 100_000
 """new objects between two collections while episodes run"""
 
@@ -26,10 +28,13 @@ class CauseTable:
     """failed episodes that were run again"""
     dropped_groups: int = 0
     """groups left with fewer than min_group_size members"""
+    details: dict[tuple[str, str], str] = field(default_factory=dict)
+    """of the first of each: what was raised, and where"""
 
     def add(self, trajectory: Trajectory) -> None:
         """Count one finished attempt."""
         self.counts[_key(trajectory)] += 1
+        self._note(trajectory)
         for turn in trajectory.turns:
             if "new_segment" in turn.info:
                 self.counts["(segment opened)", str(turn.info["new_segment"])] += 1
@@ -39,10 +44,16 @@ class CauseTable:
         self.counts[_key(before)] -= 1
         self.counts += Counter()  # drops what is at zero
         self.counts[_key(after)] += 1
+        self._note(after)
+
+    def _note(self, trajectory: Trajectory) -> None:
+        if trajectory.detail and trajectory.detail != trajectory.cause:
+            self.details.setdefault(_key(trajectory), trajectory.detail)
 
     def merge(self, other: CauseTable) -> None:
         """Add another table to this one."""
         self.counts += other.counts
+        self.details = other.details | self.details
         self.retried += other.retried
         self.dropped_groups += other.dropped_groups
 
@@ -83,7 +94,11 @@ class CauseTable:
         rows = self.rows()
         width = max([len(reason) for reason, _, _ in rows] + [11])
         lines = [f"{'stop reason':<{width}}  {'count':>7}  cause"]
-        lines += [f"{reason:<{width}}  {n:>7}  {cause}" for reason, cause, n in rows]
+        for reason, cause, n in rows:
+            lines.append(f"{reason:<{width}}  {n:>7}  {cause}")
+            if (reason, cause) in self.details:
+                text = " ".join(self.details[reason, cause].split())
+                lines.append(f"{'':<{width}}  {'':>7}    such as: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
         return "\n".join([*lines, f"{self.retried} retried, {self.dropped_groups} groups dropped"])
 
 
@@ -191,7 +206,7 @@ class Rollout:
                 if attempt < self.limits.max_retries:
                     continue
                 for t in members:
-                    lost = replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
+                    lost = replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
                     account.table.recount(t, lost)
                     account.progress(lost)
         account.table.dropped_groups += 1

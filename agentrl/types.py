@@ -328,6 +328,8 @@ class Trajectory:
     demonstration: bool = False
     """its turns were written by an expert, not sampled"""
     timings: Mapping[str, float] = field(default_factory=dict)
+    detail: str | None = None
+    """of a failure: what was raised, and where"""
 
     @property
     def status(self) -> Status:

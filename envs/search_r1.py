@@ -75,6 +75,13 @@ class SearchR1(ToolEnv):
         passage_chars: each passage is cut to so many characters.
         instructions: tell the policy the format first; the embedded policy knows it, other models need it.
         """
+        for name, number in (("topk", topk), ("passage_chars", passage_chars)):
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"search_r1: {name} must be a number from 1 up, found {number!r}")
+        if not isinstance(instructions, bool):
+            raise ConfigError(f"search_r1: instructions must be true or false, found {instructions!r}")
+        if url is not None and retriever != "http":
+            raise ConfigError(f"search_r1: a url is asked by retriever=http only, found retriever={retriever}")
         self._retriever = functools.partial(shared_retriever, retriever, corpus, url)
         if (retriever, corpus) != ("bm25", None):
             self._retriever()  # making it may take longer than a call of a tool may

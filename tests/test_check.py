@@ -194,6 +194,8 @@ BROKEN = {
     "reward returns text": ({"rewards": (Reward(lambda t: "1", "bad"),)}, "rewards", "reward bad: not a number"),
     "group reward too short": ({"rewards": (Reward(lambda ts: [1.0], "bad", group=True),)}, "rewards", "1 values for 2 trajectories"),
     "unknown reward": ({"rewards": ("no_such_reward",)}, "rewards", "unknown reward"),
+    "no step": ({"step": Env.step}, "failures", "must define step"),
+    "leaves the process": (step_of(lambda s, a: sys.exit(0)), "failures", "SystemExit"),
     "tasks raise": ({"tasks": classmethod(lambda cls, split: {}[split])}, "tasks", "KeyError"),
     "tasks are dicts": ({"tasks": classmethod(lambda cls, split: [{"id": 1}])}, "tasks", "yields dict, not agentrl.Task"),
     "tool without schema": ({"bad": tool(lambda self, *args: "x")}, "tools", "name is"),

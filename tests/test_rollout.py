@@ -309,6 +309,17 @@ def test_a_table_is_unremarkable_only_if_all_terminated(table, plain):
     assert table.unremarkable is plain
 
 
+async def test_the_table_says_what_was_raised_and_where(hermes):
+    class Fragile(Env):
+        async def step(self, action):
+            raise ValueError("the index is empty")
+
+    with pytest.raises(
+        TooManyFailuresError, match=r"env step: ValueError\n.*such as: .*the index is empty \(.*test_rollout\.py:\d+\)"
+    ):
+        await rollout(hermes, ["x"], env=Fragile, max_retries=0).run(groups_of(1, 2))
+
+
 def test_recounting_moves_an_attempt():
     table = CauseTable()
     t = trajectory()

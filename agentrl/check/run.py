@@ -265,11 +265,14 @@ async def _check_group_rewards(
 
 
 def _check_trajectories(done: Sequence[Trajectory], found: Findings) -> None:
+    probed = any(f.where in ("reset", "step", "state", "close") for f in found.sorted())
     for t in done:
         cause = t.cause or ""
         if t.stop_reason is StopReason.REWARD_FAILURE:
             found.error(
-                "rewards", cause, "return a finite number, a dict of them or None, also for episodes that went wrong"
+                "rewards",
+                f"{cause}; {t.detail}",
+                "return a finite number, a dict of them or None, also for episodes that went wrong",
             )
         elif t.stop_reason is StopReason.TOOL_FAILURE:
             found.warning("tools", cause, "its infrastructure does not answer here; start it, or check where it runs")
@@ -282,6 +285,8 @@ def _check_trajectories(done: Sequence[Trajectory], found: Findings) -> None:
             found.error(
                 "constructor", cause, "take resources in reset, and share nothing that only one instance can have"
             )
+        elif t.stop_reason is StopReason.ENV_FAILURE and not probed:
+            found.error("failures", t.detail or cause, "answer any action with a StepResult")
         for result in (r for turn in t.turns for r in turn.action.results):
             if result.is_error and not result.content.startswith(("error: bad arguments", "error: unknown tool")):
                 what = f"failed on arguments that fit its schema: {result.content:.100}"

@@ -53,7 +53,7 @@ _OWN = (
         "turns",
         "stop_reason",
     ),
-    *("status", "cause", "state", "rewards", "weights", "score", "seed", "demonstration", "timings"),
+    *("status", "cause", "state", "rewards", "weights", "score", "seed", "demonstration", "timings", "detail"),
 )
 
 
@@ -81,6 +81,7 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
         "seed": t.seed,
         "demonstration": t.demonstration,
         "timings": dict(t.timings),
+        **({"detail": t.detail} if t.detail else {}),
     }
 
 
@@ -149,6 +150,7 @@ def from_record(r: Mapping[str, Any], images: Path | None = None) -> Trajectory:
             turns=tuple(_read_turn(t, images) for t in r["turns"]),
             stop_reason=StopReason(r["stop_reason"]),
             cause=r["cause"],
+            detail=r.get("detail"),
             state=r["state"],
             rewards=r["rewards"],
             weights=r["weights"],
