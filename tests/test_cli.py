@@ -187,6 +187,22 @@ def test_an_environment_whose_tasks_are_none(here, model, capsys):
     assert "E.tasks('test') must yield agentrl.Task, found dict: {'prompt': 'x'}" in err
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return None", "E.tasks('test') must return an iterable of agentrl.Task, found None"),
+        ("return [][1]", "env.py, line 4: IndexError: list index out of range"),
+        ("yield 1 / 0", "env.py, line 4: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_environment_whose_tasks_fail(here, model, capsys, body, says):
+    text = "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): "
+    (here / "env.py").write_text(text + body)
+    err = refused(capsys, "eval", "--env", "env.py", "--model", str(model))
+    assert "E.tasks('test')" in err
+    assert says in err
+
+
 def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch):
     (here / "env.py").write_text(
         "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"
