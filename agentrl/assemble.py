@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +25,7 @@ from agentrl.episode import EpisodeRunner, Limits, Pools
 from agentrl.errors import ConfigError, ContractError, DataError, EnvFailure, TemplateError, UsageError, boundary
 from agentrl.models import model_folder
 from agentrl.pool import Pool
+from agentrl.registry import raised
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -308,7 +310,7 @@ class Parts:
 
     def _own_tasks(self, split: str, limit: int | None) -> list[Task]:
         tasks: list[Task] = []
-        for task in islice(self.env_class.tasks(split), limit):
+        for task in islice(_tasks_of(self.env_class, split), limit):
             if limit is None and len(tasks) == MOST_TASKS:
                 raise DataError(
                     f"{self.env_class.label()}.tasks({split!r}) yields more than {MOST_TASKS} tasks, perhaps without end; say how many "
@@ -386,3 +388,17 @@ def _day(text: str | None) -> datetime.datetime | None:
         return datetime.datetime.fromisoformat(text) if text else None
     except ValueError as e:
         raise ConfigError(f"--date must be YYYY-MM-DD, found {text!r}") from e
+
+
+def _tasks_of(env: type[Env], split: str) -> Iterator[Any]:
+    """What the environment yields; what it raises is its contract broken."""
+    call = f"{env.label()}.tasks({split!r})"
+    try:
+        found = env.tasks(split)
+        if not isinstance(found, Iterable):
+            raise ContractError(f"{call} must return an iterable of agentrl.Task, found {found!r:.80}")
+        yield from found
+    except UsageError:
+        raise
+    except Exception as e:  # user code may raise anything
+        raise ContractError(f"{call} raised: {raised(e, sys.modules[env.__module__].__file__ or '')}") from e

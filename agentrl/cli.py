@@ -136,7 +136,7 @@ def env_defaults(env: str) -> Layer:
         return {}
     layer = read_toml(beside)
     ranks = layer.get("actor_num_gpus_per_node", 1)
-    if ranks > 1 and (cards := len(gpus())):
+    if isinstance(ranks, int) and ranks > 1 and (cards := len(gpus())):
         layer["actor_num_gpus_per_node"] = min(ranks, cards)
     return layer
 

@@ -7,6 +7,7 @@ settings live in the table `[megatron]` under Megatron's names, SGLang's in `[sg
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -275,46 +276,20 @@ FIELDS: dict[str, str] = {f.name: section for section, cls in SECTIONS.items() f
 TABLES = ("megatron", "sglang")
 """sections whose keys are another program's"""
 
-_AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(
-        ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"), 1
-    ),
-    **dict.fromkeys(
-        (
-            "rollout_max_response_len",
-            "rollout_max_context_len",
-            "max_tokens_per_turn",
-            "max_turns",
-            "max_invalid_actions",
-        ),
-        1,
-    ),
-    **dict.fromkeys(
-        (
-            "max_calls_per_turn",
-            "concurrency",
-            "runner_processes",
-            "min_group_size",
-            "engine_max_running",
-            "threads",
-            "data_limit",
-        ),
-        1,
-    ),
-    **dict.fromkeys(("save_interval", "max_tokens_per_gpu", "n_samples_per_eval_prompt", "eval_limit"), 1),
-    **dict.fromkeys(
-        (
-            "max_retries",
-            "keep_checkpoints",
-            "episode_timeout_s",
-            "eval_interval",
-            "eval_temperature",
-            "lr",
-            "lr_warmup_rollouts",
-        ),
-        0,
-    ),
+_AT_LEAST: dict[str, int] = {
+    name: least
+    for least, names in {
+        0: "keep_checkpoints max_retries eps_clip eps_clip_high kl_loss_coef entropy_coef lr lr_warmup_rollouts eval_interval eval_temperature",
+        1: "save_interval max_turns max_invalid_actions max_calls_per_turn data_limit num_rollout rollout_batch_size n_samples_per_prompt "
+        "global_batch_size num_steps_per_rollout rollout_max_response_len rollout_max_context_len max_tokens_per_turn concurrency "
+        "runner_processes min_group_size update_weight_buffer_size rollout_num_gpus rollout_num_gpus_per_engine engine_max_running threads "
+        "max_tokens_per_gpu actor_num_gpus_per_node n_samples_per_eval_prompt eval_limit sft_epochs sft_batch_size",
+    }.items()
+    for name in names.split()
 }
+
+_ABOVE: dict[str, int] = {"episode_timeout_s": 0, "tis_threshold": 0, "eps_clip_c": 1}
+"""the bound itself is refused; those that depend on more than one setting, or say why, are in `check`"""
 
 Layer = dict[str, Any]
 """flat field names (and 'megatron': {...}) with raw values"""
@@ -402,10 +377,7 @@ def check(config: Config) -> None:
         ConfigError: one sentence.
     """
     r, t = config.rollout, config.train
-    for name, least in _AT_LEAST.items():
-        value = getattr(getattr(config, FIELDS[name]), name)
-        if value is not None and not value >= least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, found {value}")
+    _check_bounds(config)
     left, right = r.rollout_batch_size * r.n_samples_per_prompt, config.global_batch_size * r.num_steps_per_rollout
     if left != right:
         raise ConfigError(
@@ -428,10 +400,6 @@ def check(config: Config) -> None:
         )
     if t.kl_loss_coef and not t.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add it")
-    if t.eps_clip_c is not None and t.eps_clip_c <= 1:
-        raise ConfigError(
-            f"--eps-clip-c must be above 1 (it bounds the loss of bad tokens from above), found {t.eps_clip_c}"
-        )
     if not config.data.apply_chat_template:
         raise ConfigError(
             "--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing"
@@ -441,16 +409,20 @@ def check(config: Config) -> None:
         raise ConfigError(f"--eval-prompt-data takes NAME PATH pairs, found {len(config.eval.eval_prompt_data)} words")
 
 
+def _check_bounds(config: Config) -> None:
+    for name, section in FIELDS.items():
+        value = getattr(getattr(config, section), name)
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{flag} must be a finite number, found {value}")
+        if value is not None and name in _AT_LEAST and value < _AT_LEAST[name]:
+            raise ConfigError(f"{flag} must be at least {_AT_LEAST[name]}, found {value}")
+        if value is not None and name in _ABOVE and value <= _ABOVE[name]:
+            raise ConfigError(f"{flag} must be above {_ABOVE[name]}, found {value}")
+
+
 def _check_engine(config: Config) -> None:
     e = config.engine
-    if (
-        e.rollout_num_gpus_per_engine < 1
-        or (e.rollout_num_gpus is not None and e.rollout_num_gpus < 1)
-        or e.update_weight_buffer_size < 1
-    ):
-        raise ConfigError(
-            "--rollout-num-gpus, --rollout-num-gpus-per-engine and --update-weight-buffer-size must be at least 1"
-        )
     if e.engine == "sglang":
         if e.colocate and e.weight_sync == "split":
             raise ConfigError("--weight-sync split needs cards of the engines' own; with --colocate use colocated")

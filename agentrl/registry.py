@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any, TypeVar
 
-from agentrl.errors import ConfigError, UnknownNameError, suggest
+from agentrl.errors import ConfigError, UnknownNameError, UsageError, suggest
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Registry:
 
         Raises:
             UnknownNameError: nothing of that name; names close matches.
-            ConfigError: the module or file cannot be imported or lacks the object. What else it raises on import passes as it is.
+            ConfigError: the module or file cannot be imported or lacks the object.
         """
         if name in self._known:
             found = self._known[name]
@@ -79,6 +80,10 @@ class Registry:
             module = load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         except (ImportError, SyntaxError, OSError) as e:
             raise ConfigError(f"{self.kind} {asked!r}: cannot import {where}: {type(e).__name__}: {e}") from e
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as e:  # user code may raise anything
+            raise ConfigError(f"{self.kind} {asked!r}: cannot import {where}: {raised(e, where)}") from e
         if not attribute:
             found = self._default(module) if self._default else None
             if found is None:
@@ -110,6 +115,13 @@ def load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def raised(error: BaseException, file: str) -> str:
+    """What user code raised and where: the last line of its file that had a part in it, else the last line at all."""
+    frames = extract_tb(error.__traceback__)
+    at = [f for f in frames if f.filename == str(Path(file).resolve())] or frames
+    return f"{at[-1].filename}, line {at[-1].lineno}: {type(error).__name__}: {error}"
 
 
 def public_names(module: ModuleType) -> list[str]:

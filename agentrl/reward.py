@@ -11,7 +11,7 @@ counted). Rewards read structured actions and environment state, never prompt te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, overload
@@ -70,6 +70,8 @@ REWARDS = Registry("reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl
 
 def resolve_rewards(items: Sequence[Any]) -> tuple[Reward, ...]:
     """Reward objects from Reward objects, plain functions or specs 'NAME', 'NAME=WEIGHT', 'module:fn', 'file.py:fn'."""
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise ContractError(f"rewards must be a list of functions or names, found {items!r:.80}; write rewards = [...]")
     found: list[Reward] = []
     for item in items:
         made = _resolve(item)

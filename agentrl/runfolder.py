@@ -88,7 +88,7 @@ class RunFolder:
         """A new folder.
 
         Raises:
-            ConfigError: it exists already; nothing is overwritten.
+            ConfigError: it exists already (nothing is overwritten), or cannot be made.
         """
         path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.env.env)
         try:
@@ -96,6 +96,8 @@ class RunFolder:
         except FileExistsError:
             resume = f", or go on with it: agentrl train --resume {path}" if (path / "checkpoints").exists() else ""
             raise ConfigError(f"the run folder {path} exists already; choose another with --run{resume}") from None
+        except OSError as e:
+            raise ConfigError(f"the run folder {path} cannot be made: {e.strerror}; choose another with --run") from e
         _write_config(path, config, version)
         return cls(path, config, {})
 

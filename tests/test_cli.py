@@ -187,6 +187,30 @@ def test_an_environment_whose_tasks_are_none(here, model, capsys):
     assert "E.tasks('test') must yield agentrl.Task, found dict: {'prompt': 'x'}" in err
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return None", "E.tasks('test') must return an iterable of agentrl.Task, found None"),
+        ("return [][1]", "env.py, line 4: IndexError: list index out of range"),
+        ("yield 1 / 0", "env.py, line 4: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_environment_whose_tasks_fail(here, model, capsys, body, says):
+    text = "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): "
+    (here / "env.py").write_text(text + body)
+    err = refused(capsys, "eval", "--env", "env.py", "--model", str(model))
+    assert "E.tasks('test')" in err
+    assert says in err
+
+
+def test_a_word_for_a_number_beside_the_environment(here, model, capsys):
+    (here / "env.py").write_text("from agentrl import Env\nclass E(Env): ...\n")
+    (here / "env.toml").write_text('[train]\nactor_num_gpus_per_node = "two"\n')
+    err = refused(capsys, "train", "--env", "env.py", "--model", str(model))
+    assert "--actor-num-gpus-per-node: input should be a valid integer" in err
+    assert "found 'two'" in err
+
+
 def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch):
     (here / "env.py").write_text(
         "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"

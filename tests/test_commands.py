@@ -17,6 +17,8 @@ from replays import NoteTrainer, command, script
 
 from agentrl.store import VERSION, EpisodeWriter, Recording, decode, encode, read_records, truncate
 
+SHORT = ("--reward", f"{Path(__file__).parent / 'lookup.py'}:short")
+
 
 @pytest.fixture
 def ready(lookup_run, tmp_path, tags, monkeypatch):
@@ -33,7 +35,7 @@ def ready(lookup_run, tmp_path, tags, monkeypatch):
     words = {
         "replay": ["replay", path],
         "replay --out": ["replay", path, "--out", tmp_path / "found.jsonl"],
-        "rescore": ["rescore", path, "--reward", f"{Path(__file__).parent / 'lookup.py'}:short"],
+        "rescore": ["rescore", path, *SHORT],
         "fork": ["fork", path, "2-0", "--turn", 1, "--branches", 1, "--out", new / "fork"],
         "view": ["view", path, "--port", 0],
         "export --html": ["export", path, "2-0", "--html", new / "e.html"],
@@ -143,6 +145,11 @@ async def test_an_episode_that_does_not_exist(ready, tmp_path, capsys, name):
         (["export", "RUN", "2-0", "--parquet", "e"], "--parquet and --hf-dataset take none"),
         (["export", "RUN", "2-0", "--html", "e", "x"], "unexpected 'x'"),
         (["view", "RUN", "x"], "unexpected 'x'"),
+        (["view", "RUN", "--port", 99999], "--port must be from 0 to 65535, found 99999"),
+        (["view", "RUN", "--port", -1], "--port must be from 0 to 65535, found -1"),
+        (["replay", "RUN", "--out", "no/such/file"], "--out no/such/file cannot be written: No such file or directory"),
+        (["rescore", "RUN", *SHORT, "--out", "RUN/config.toml/x"], "config.toml/x cannot be made: Not a directory"),
+        (["rescore", "RUN", *SHORT, "--split", "nosuch"], "no episodes of --split nosuch; there are: "),
         (["view", "RUN", "--tokenizer", "nowhere"], "no such folder"),
         (["replay", "RUN/config.toml"], "damaged in the record at byte 0"),
     ],

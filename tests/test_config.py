@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import config as config_module
-from agentrl.config import _AT_LEAST, FIELDS, SECTIONS, Config, build_config, read_toml
+from agentrl.config import _ABOVE, _AT_LEAST, FIELDS, SECTIONS, Config, build_config, read_toml
 from agentrl.errors import ConfigError
 
 
@@ -91,6 +91,28 @@ def test_what_cannot_be_is_one_sentence_that_names_the_flag(layer, message):
 def test_bounds(name):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be at least"):
         build_config({name: _AT_LEAST[name] - 1})
+
+
+@pytest.mark.parametrize("name", _ABOVE)
+def test_bounds_that_are_themselves_refused(name):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be above {_ABOVE[name]}, found"):
+        build_config({name: _ABOVE[name]})
+
+
+KINDS = ("int", "float", "int | None", "float | None")
+NUMBERS = {f.name: str(f.type) for cls in SECTIONS.values() for f in dataclasses.fields(cls) if f.type in KINDS}
+
+
+@pytest.mark.parametrize("name", [n for n, kind in NUMBERS.items() if "float" in kind])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_no_number_is_endless(name, value):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be a finite number, found {value}"):
+        build_config({name: value})
+
+
+def test_every_number_has_a_bound():
+    in_check = {"rollout_temperature", "rollout_top_p", "rollout_top_k", "max_failure_share"}
+    assert not NUMBERS.keys() - {"seed"} - _AT_LEAST.keys() - _ABOVE.keys() - in_check
 
 
 # -- TOML ------------------------------------------------------------------------------------------------------------

@@ -162,6 +162,8 @@ def test_functions_files_and_modules(tmp_path):
         (["judge_for_test"], UnknownNameError, "did you mean 'judge_for_tests'"),
         (["tests_none:fn"], ConfigError, "cannot import"),
         ([5], ContractError, "must be a function"),
+        (Reward(print, "a"), ContractError, r"must be a list .*found Reward.*; write rewards = \[...\]"),
+        ("em", ContractError, "must be a list .*found 'em'"),
         ([Reward(print, "a"), Reward(print, "a")], ConfigError, "two rewards are called 'a'"),
     ],
 )

@@ -90,6 +90,13 @@ def test_nothing_is_overwritten(config):
         RunFolder.create(config, __version__)
 
 
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "guess.py").touch()
+    config = build_config({"run": str(tmp_path / "guess.py" / "x")})
+    with pytest.raises(ConfigError, match=r"guess\.py/x cannot be made: Not a directory; choose another with --run"):
+        RunFolder.create(config, "1")
+
+
 def test_what_is_no_training_run_is_not_resumed_and_stays_whole(config, capsys):
     folder = RunFolder.create(config, __version__)
     folder.metrics.write({"step": 0})

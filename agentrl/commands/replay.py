@@ -14,6 +14,7 @@ import orjson
 
 from agentrl.assemble import Parts
 from agentrl.commands.common import add_command, chosen, runner_of, say_note, settings_of
+from agentrl.errors import ConfigError
 from agentrl.replay.parallel import Work, replay_entries
 from agentrl.replay.playback import EveryTool
 from agentrl.replay.run import Tally
@@ -49,11 +50,20 @@ def rollout_seconds(run: Path) -> float:
     return math.fsum(v for row in rows for k, v in row.items() if k == "rollout_s" or k.startswith("eval/"))
 
 
+def _check_writable(file: Path) -> None:
+    try:
+        file.open("ab").close()
+    except OSError as e:
+        raise ConfigError(f"replay: --out {file} cannot be written: {e.strerror}") from e
+
+
 def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     """`agentrl replay`."""
     recording = Recording(args.recorded)
     entries = chosen(recording, args.episodes)
     parts = Parts(settings_of(args, rest), trains=False)
+    if args.out is not None:
+        _check_writable(args.out)
     live = () if args.recorded_tools else None if args.live_tools is None else args.live_tools or EveryTool()
     started = time.perf_counter()
     parts.make_env()  # loads what its class shares (a corpus, say) before the processes fork

@@ -38,9 +38,12 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     rewards = resolve_rewards(config.env.reward or make_env_class(config.env.env).rewards)
     if not rewards:
         raise ConfigError("rescore: the environment has no rewards of its own; name some with --reward")
-    if args.out is not None and args.out.exists():
-        raise ConfigError(f"rescore: {args.out} exists already; --out takes a new folder")
     entries = [e for e in recording.episodes if args.split in ("all", e.split) or not e.split]
+    if recording.episodes and not entries:
+        splits = ", ".join(sorted({e.split for e in recording.episodes}))
+        raise ConfigError(f"rescore: no episodes of --split {args.split}; there are: {splits} (or all)")
+    if args.out is not None:
+        _make_folder(args.out)
     change = Change(config.train.advantage_estimator, config.env.truncated_episodes)
     scorer = Scorer(rewards)
     writer = EpisodeWriter(args.out) if args.out is not None else None
@@ -64,6 +67,15 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     if not say_note(recording, RESULT if own else "") and own:
         (args.recorded / RESULT).write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))
     return 0
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"rescore: {path} exists already; --out takes a new folder") from None
+    except OSError as e:
+        raise ConfigError(f"rescore: --out {path} cannot be made: {e.strerror}") from e
 
 
 def _write(writer: EpisodeWriter, records: list[dict[str, Any]], done: Rescored) -> None:

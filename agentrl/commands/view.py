@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.commands.common import add_command, no_more
 from agentrl.config import build_config, read_toml
-from agentrl.errors import UsageError
+from agentrl.errors import ConfigError, UsageError
 from agentrl.models import model_folder
 from agentrl.render import Tokenizer
 from agentrl.view.detail import Decode
@@ -36,6 +36,8 @@ def run_view(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.view.source import RunSource
 
     no_more("view", rest)
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"view: --port must be from 0 to 65535, found {args.port}")
     decode, note = decoder(args.recorded, args.tokenizer)
     asyncio.run(_serve(RunSource(args.recorded, decode, note), args.port))
     return 0
