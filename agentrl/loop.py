@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable, Rollout, Runner
-from agentrl.runfolder import RunFolder, settings_fingerprint
+from agentrl.runfolder import RunFolder, last_checkpoint, settings_fingerprint
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
 from agentrl.store import exactness_violations
@@ -97,8 +97,9 @@ class Job:
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
         else:
-            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config, __version__)
+            self.checkpoint, state = last_checkpoint(resume, config)
             self._restore(state)
+            self.folder = RunFolder.reopen(resume, config, __version__, state)
         self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.parts.engine(self.folder.path)
         self.processes = self.parts.runner_processes(self.engine, out)
@@ -216,10 +217,11 @@ class Job:
             self.report.evaluation(step, name, row, seconds)
             self.out(self.report.eval_line(step, name, seconds))
 
-    async def save(self, step: int) -> None:
-        """A checkpoint from which the run goes on at `step`."""
+    async def save(self, step: int, *, recorded: bool = False) -> None:
+        """A checkpoint from which the run goes on at `step`; after training on recorded episodes there is nothing to go on with."""
         state = {
             "step": step,
+            "recorded": recorded,
             "policy_version": self.policy_version,
             "optimizer_step": self.optimizer_step,
             "source": self.source.state_dict(),
