@@ -67,6 +67,7 @@ def test_the_batch_equation_prints_both_sides():
         ({"num_rollout": 1.5}, "--num-rollout: .*found 1.5"),
         ({"advantage_estimator": "grop"}, "--advantage-estimator: .*grpo.*found 'grop'"),
         ({"eval_prompt_data": ["a"]}, "NAME PATH pairs, found 1"),
+        ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "gives the name 'a' to more than one set"),
         ({"env_args": "a=1"}, "--env-args"),
         ({"rollout_temperature": 0}, "--rollout-temperature must be above 0"),
         ({"rollout_top_p": 0.9}, "--allow-truncated-sampling"),
