@@ -68,6 +68,8 @@ def test_the_batch_equation_prints_both_sides():
         ({"advantage_estimator": "grop"}, "--advantage-estimator: .*grpo.*found 'grop'"),
         ({"eval_prompt_data": ["a"]}, "NAME PATH pairs, found 1"),
         ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "gives the name 'a' to more than one set"),
+        ({"seed": 10**22}, "--seed must be at least 0 and below 2\\*\\*63, found 10000000000000000000000"),
+        ({"seed": -1}, "--seed must be at least 0"),
         ({"env_args": "a=1"}, "--env-args"),
         ({"rollout_temperature": 0}, "--rollout-temperature must be above 0"),
         ({"rollout_top_p": 0.9}, "--allow-truncated-sampling"),
