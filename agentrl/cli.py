@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        resumable = command == "train" and not any(w.startswith("--train-only") for w in words)
-        advice = "; the run goes on with: agentrl train --resume RUN" if resumable else ""
-        print(f"{name}: interrupted{advice}", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     return result
 

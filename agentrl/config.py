@@ -405,8 +405,15 @@ def check(config: Config) -> None:
             "--apply-chat-template false is not supported: prompts go through the model's chat template; give the model one that adds nothing"
         )
     _check_engine(config)
+    if not 0 <= config.run.seed < 2**63:
+        raise ConfigError(f"--seed must be at least 0 and below 2**63, found {config.run.seed}")
+    names = config.eval.eval_prompt_data[::2]
     if len(config.eval.eval_prompt_data) % 2:
         raise ConfigError(f"--eval-prompt-data takes NAME PATH pairs, found {len(config.eval.eval_prompt_data)} words")
+    if doubled := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"--eval-prompt-data gives the name {doubled[0]!r} to more than one set; name each differently"
+        )
 
 
 def _check_bounds(config: Config) -> None:

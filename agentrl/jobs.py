@@ -82,7 +82,7 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
             job.report.count(groups, table, violations)
             await job.optimize(groups)
             job.record(step)
-        await job.save(len(rollouts))
+        await job.save(len(rollouts), recorded=True)
         await job.finish()
     finally:
         await job.close()

@@ -21,10 +21,10 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable, Rollout, Runner
-from agentrl.runfolder import RunFolder, settings_fingerprint
+from agentrl.runfolder import RunFolder, last_checkpoint, settings_fingerprint
 from agentrl.samples import Sample, to_samples
 from agentrl.seeds import derive_seed
-from agentrl.store import exactness_violations
+from agentrl.store import Recording, exactness_violations
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.fed import step_record
 from agentrl.train.rows import make_rows, split_steps, trained_rows
@@ -56,6 +56,9 @@ async def train(config: Config, *, resume: Path | None = None, out: Print = prin
                 await job.save(step + 1)
         await job.evaluate(config.rollout.num_rollout)
         await job.finish()
+    except asyncio.CancelledError:
+        out(f"interrupted; the run goes on with: agentrl train --resume {job.folder.path}")
+        raise
     finally:
         await job.close()
     return job.folder.path
@@ -97,8 +100,14 @@ class Job:
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
         else:
-            self.folder, self.checkpoint, state = RunFolder.reopen(resume, config, __version__)
+            self.checkpoint, state = last_checkpoint(resume, config)
             self._restore(state)
+            dropped = 0 if self.checkpoint else len(Recording(resume).episodes)
+            self.folder = RunFolder.reopen(resume, config, __version__, state)
+            if self.checkpoint is None:
+                out(
+                    f"{resume} has no checkpoint yet and starts from the beginning; recorded episodes dropped: {dropped}"
+                )
         self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.parts.engine(self.folder.path)
         self.processes = self.parts.runner_processes(self.engine, out)
@@ -216,10 +225,11 @@ class Job:
             self.report.evaluation(step, name, row, seconds)
             self.out(self.report.eval_line(step, name, seconds))
 
-    async def save(self, step: int) -> None:
-        """A checkpoint from which the run goes on at `step`."""
+    async def save(self, step: int, *, recorded: bool = False) -> None:
+        """A checkpoint from which the run goes on at `step`; after training on recorded episodes there is nothing to go on with."""
         state = {
             "step": step,
+            "recorded": recorded,
             "policy_version": self.policy_version,
             "optimizer_step": self.optimizer_step,
             "source": self.source.state_dict(),

@@ -102,21 +102,17 @@ class RunFolder:
         return cls(path, config, {})
 
     @classmethod
-    def reopen(cls, path: Path, config: Config, version: str) -> tuple[RunFolder, Path | None, dict[str, Any]]:
-        """Go on with a run: (folder, last checkpoint, its state). Everything after that checkpoint is cut off.
+    def reopen(cls, path: Path, config: Config, version: str, state: Mapping[str, Any]) -> RunFolder:
+        """Go on with a run from the state of its last checkpoint. Everything after that checkpoint is cut off.
 
         `config.toml` tells from here on what the run goes on with: the settings as they are now, and this version of the code.
 
         Raises:
-            StoreError: it is no training run, or one that is still going on.
+            StoreError: it is still going on.
         """
-        require_run(path)
-        found = checkpoints(path)
-        last = found[-1] if found else None
-        state: dict[str, Any] = orjson.loads((last / "state.json").read_bytes()) if last else {}
         folder = cls(path, config, state)
         _write_config(path, config, version)
-        return folder, last, state
+        return folder
 
     def save(self, step: int, state: Mapping[str, Any], save_trainer: Any) -> Path:
         """Write a checkpoint under a temporary name, then rename it: a crash leaves the old one or the new one, never half of one."""
@@ -177,6 +173,29 @@ def checkpoints(path: Path) -> list[Path]:
     return sorted(
         p for p in (path / "checkpoints").glob("*") if re.fullmatch(r"\d{6}", p.name) and (p / "state.json").exists()
     )
+
+
+def last_checkpoint(path: Path, config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that a run goes on from, if it has one yet, and its state.
+
+    Raises:
+        StoreError: it is no training run.
+        ConfigError: it cannot go on, or not to where the settings say.
+    """
+    require_run(path)
+    found = checkpoints(path)
+    if not found:
+        return None, {}
+    state: dict[str, Any] = orjson.loads((found[-1] / "state.json").read_bytes())
+    if state.get("recorded"):
+        raise ConfigError(
+            f"{path} was made by --train-only and has no rollouts of its own to go on with; begin a new run"
+        )
+    if config.rollout.num_rollout < state["step"]:
+        raise ConfigError(
+            f"{path} has done {state['step']} rollouts; --num-rollout {config.rollout.num_rollout} is fewer; give at least as many"
+        )
+    return found[-1], state
 
 
 def next_free(parent: Path, name: str) -> Path:

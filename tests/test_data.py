@@ -199,6 +199,24 @@ def test_other_data_than_when_it_was_saved_is_refused():
         source(8).load_state_dict(source(7).state_dict())
 
 
+@pytest.mark.parametrize("task", [Task("b", "q", 1), Task("a", "another", 1), Task("a", "q", 2)])
+def test_edited_tasks_are_refused(task):
+    def of(task):
+        return DataSource([task], n_samples_per_prompt=1, seed=0)
+
+    state = of(Task("a", "q", 1)).state_dict()
+    of(Task("a", "q", 1)).load_state_dict(state)
+    with pytest.raises(DataError, match="other tasks than those the checkpoint was made with"):
+        of(task).load_state_dict(state)
+    del state["checksum"]
+    of(task).load_state_dict(state)
+
+
+def test_a_label_that_json_has_no_word_for_is_no_other_task():
+    first, second = (DataSource([Task("a", "q", {object()})], n_samples_per_prompt=1, seed=0) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+
+
 def test_no_tasks_are_refused():
     with pytest.raises(DataError, match="no tasks"):
         source(0)

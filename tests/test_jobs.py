@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 from aiohttp import web
-from doubles import OBSERVATION, FakeEngine
+from doubles import OBSERVATION, FakeEngine, trajectory
 from test_retrieval import Server
 
 from agentrl.assemble import Parts
@@ -18,7 +19,7 @@ from agentrl.episode import EpisodeRunner
 from agentrl.errors import WorkerError
 from agentrl.registry import load_file
 from agentrl.render import Tokenizer
-from agentrl.store import read_episodes
+from agentrl.store import EpisodeWriter, read_episodes
 from agentrl.types import Status
 
 EXAMPLE = Path(__file__).parents[1] / "examples/search_r1/your_data.toml"
@@ -161,7 +162,25 @@ def test_a_run_that_dies_before_its_first_checkpoint_is_begun_again_by_resume(mo
     says(["<answer>Paris</answer>"])
     for words in (["--env", "search_r1", "--model", model, "--run", "run"], ["--resume", "run"]):
         assert main(["train", *words]) == 1
-        assert "the trainer died" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert "the trainer died" in said.err
+        writer = EpisodeWriter(Path("run/episodes"))
+        writer.write(trajectory(), split="train")
+        writer.close()
+    assert "run has no checkpoint yet and starts from the beginning; recorded episodes dropped: 1" in said.out
+
+
+def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
+    monkeypatch.setattr("agentrl.assemble.Parts.trainer", interrupted)
+    says(["<answer>Paris</answer>"])
+    assert main(["train", "--env", "search_r1", "--model", model, "--run", "runs/mine"]) == 130
+    said = capsys.readouterr()
+    assert "the run goes on with: agentrl train --resume runs/mine" in said.out
+    assert said.err.endswith("agentrl train: interrupted\n")
 
 
 # -- an environment is made before anything starts -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from agentrl import __version__
 from agentrl.cli import main
 from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError
-from agentrl.runfolder import RunFolder
+from agentrl.runfolder import RunFolder, last_checkpoint
 from agentrl.store import Recording
 
 
@@ -37,12 +38,13 @@ def test_a_run_that_goes_on_is_not_resumed(config, capsys):
         folder.metrics.write({"step": step})
     before = written(folder)
     with pytest.raises(StoreError, match="still going on"):
-        RunFolder.reopen(folder.path, config, "another version")
+        RunFolder.reopen(folder.path, config, "another version", {})
     assert main(["train", "--resume", str(folder.path)]) == 2
     assert written(folder) == before
     folder.close()
-    again, last, state = RunFolder.reopen(folder.path, config, __version__)
-    assert (again.metrics.rows(), last, state) == ([], None, {})
+    assert last_checkpoint(folder.path, config) == (None, {})
+    again = RunFolder.reopen(folder.path, config, __version__, {})
+    assert again.metrics.rows() == []
     again.close()
 
 
@@ -52,8 +54,9 @@ def test_it_is_cut_back_to_its_checkpoint_and_written_on(config):
     folder.save(1, {"step": 1}, lambda path: path.mkdir())
     folder.metrics.write({"step": 1, "lost": True})
     folder.close()
-    again, last, state = RunFolder.reopen(folder.path, config, __version__)
+    last, state = last_checkpoint(folder.path, config)
     assert (last.name, state["step"]) == ("000001", 1)
+    again = RunFolder.reopen(folder.path, config, __version__, state)
     again.metrics.write({"step": 1})
     assert again.metrics.rows() == [{"step": 0}, {"step": 1}]
     assert again.metrics.position() == again.metrics.path.stat().st_size
@@ -76,9 +79,9 @@ def test_the_folder_of_a_killed_run_is_free(config):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(StoreError, match="still going on"):
-            RunFolder.reopen(folder.path, config, __version__)
+            RunFolder.reopen(folder.path, config, __version__, {})
         other.kill()
-    RunFolder.reopen(folder.path, config, __version__)[0].close()
+    RunFolder.reopen(folder.path, config, __version__, {}).close()
 
 
 def test_nothing_is_overwritten(config):
@@ -106,6 +109,30 @@ def test_what_is_no_training_run_is_not_resumed_and_stays_whole(config, capsys):
     assert main(["train", "--resume", str(folder.path)]) == 2
     assert "is no run that can be resumed" in capsys.readouterr().err
     with pytest.raises(StoreError, match="is no run that can be resumed"):
-        RunFolder.reopen(folder.path, config, __version__)
+        last_checkpoint(folder.path, config)
     assert written(folder) == before
     assert len(Recording(folder.path).episodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"step": 3, "recorded": True}, "was made by --train-only and has no rollouts of its own"),
+        ({"step": 3}, "has done 3 rollouts; --num-rollout 1 is fewer"),
+    ],
+)
+def test_what_cannot_go_on_from_its_checkpoint_is_refused(config, state, message):
+    folder = RunFolder.create(config, __version__)
+    folder.save(3, state, lambda path: path.mkdir())
+    folder.close()
+    fewer = replace(config, rollout=replace(config.rollout, num_rollout=1))
+    with pytest.raises(ConfigError, match=message):
+        last_checkpoint(folder.path, fewer)
+
+
+def test_a_finished_run_is_resumed_with_the_number_it_has(config):
+    folder = RunFolder.create(config, __version__)
+    folder.save(3, {"step": 3}, lambda path: path.mkdir())
+    folder.close()
+    same = replace(config, rollout=replace(config.rollout, num_rollout=3))
+    assert last_checkpoint(folder.path, same)[1]["step"] == 3

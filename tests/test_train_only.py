@@ -46,7 +46,7 @@ async def run(tmp_path, tokenizer_dir, tags):
 
 @pytest.mark.slow
 async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
-    run, tmp_path, tokenizer_dir, monkeypatch
+    run, tmp_path, tokenizer_dir, monkeypatch, capsys
 ):
     import asyncio
 
@@ -74,6 +74,9 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
     ]
     for rows in trainer.fed:
         assert sum(r.advantages.max() + r.advantages.min() for r in rows) == pytest.approx(0, abs=1e-4)
+
+    assert await asyncio.to_thread(main, ["train", "--resume", str(tmp_path / "again")]) == 2
+    assert "was made by --train-only" in capsys.readouterr().err
 
     recording = Recording(tmp_path / "again")
     assert len(recording.episodes) == 12

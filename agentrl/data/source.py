@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from random import Random
 from typing import Any
+from zlib import crc32
 
 from agentrl.errors import DataError
 from agentrl.seeds import derive_seed
@@ -56,21 +59,37 @@ class DataSource:
             "next_group": self.next_group,
             "next_episode": self.next_episode,
             "tasks": len(self.tasks),
+            "checksum": self._checksum,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there.
 
         Raises:
-            DataError: the data has another number of tasks than when the state was saved.
+            DataError: the data is another than when the state was saved.
         """
         if state["tasks"] != len(self.tasks):
             raise DataError(
                 f"the checkpoint was made with {state['tasks']} tasks, the data now has {len(self.tasks)}; resume with the same data"
             )
+        if state.get("checksum", self._checksum) != self._checksum:
+            raise DataError(
+                "the data has other tasks than those the checkpoint was made with; resume with the same data"
+            )
         self.epoch, self.position = state["epoch"], state["position"]
         self.next_group, self.next_episode = state["next_group"], state["next_episode"]
         self._order = self._shuffled()
+
+    @cached_property
+    def _checksum(self) -> int:
+        """Of ids, prompts and labels; of what JSON has no word for only the type, since its repr may differ from process to process."""
+        total = 0
+        for task in self.tasks:
+            text = json.dumps(
+                (task.id, task.prompt, task.label), default=lambda value: type(value).__name__, skipkeys=True
+            )
+            total = crc32(text.encode(), total)
+        return total
 
     def _shuffled(self) -> list[int]:
         order = list(range(len(self.tasks)))
