@@ -24,7 +24,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
@@ -134,15 +134,18 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
         if isinstance(error, TimeoutError):
             raise self.failure(f"{self.where} ran out of time", f"{self.where}: timeout") from error
         name = type(error).__name__
-        raise self.failure(f"{self.where} raised {name}: {error}{_place(error)}", f"{self.where}: {name}") from error
+        file, line = place(error, _is_users)
+        raise self.failure(f"{self.where} raised {name}: {error} ({file}:{line})", f"{self.where}: {name}") from error
 
 
-def _place(error: Exception) -> str:
-    """' (file:line)' of the innermost line of a user's that raised it, else of the innermost line."""
+def place(error: BaseException, mine: Callable[[str], bool]) -> tuple[str, int]:
+    """File and line: the innermost one in a file that is `mine`, else the innermost at all."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    foreign = (str(Path(__file__).parent), sys.base_prefix, sys.prefix)
-    own = [line for line in lines if not line[0].startswith(foreign)]
-    return " ({}:{})".format(*(own or lines)[-1]) if lines else ""
+    return ([line for line in lines if mine(line[0])] or lines)[-1]
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((str(Path(__file__).parent), sys.base_prefix, sys.prefix))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

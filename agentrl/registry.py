@@ -14,11 +14,10 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from traceback import extract_tb
 from types import ModuleType
 from typing import Any, TypeVar
 
-from agentrl.errors import ConfigError, UnknownNameError, UsageError, suggest
+from agentrl.errors import ConfigError, UnknownNameError, UsageError, place, suggest
 
 T = TypeVar("T")
 
@@ -119,9 +118,8 @@ def load_file(path: Path) -> ModuleType:
 
 def raised(error: BaseException, file: str) -> str:
     """What user code raised and where: the last line of its file that had a part in it, else the last line at all."""
-    frames = extract_tb(error.__traceback__)
-    at = [f for f in frames if f.filename == str(Path(file).resolve())] or frames
-    return f"{at[-1].filename}, line {at[-1].lineno}: {type(error).__name__}: {error}"
+    where, line = place(error, str(Path(file).resolve()).__eq__)
+    return f"{where}, line {line}: {type(error).__name__}: {error}"
 
 
 def public_names(module: ModuleType) -> list[str]:

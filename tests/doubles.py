@@ -6,8 +6,10 @@ import asyncio
 import functools
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +18,7 @@ from agentrl.env import Env
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
+from agentrl.sync.fingerprint import fingerprint
 from agentrl.types import (
     EpisodeSpec,
     FinishReason,
@@ -28,6 +31,16 @@ from agentrl.types import (
     Trajectory,
     Turn,
 )
+
+EMBEDDED = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
+
+
+def weights(folder: Path) -> WeightsManifest:
+    """Those of the embedded model, in a folder of their own."""
+    folder.mkdir()
+    shutil.copy(EMBEDDED / "model.safetensors", folder)
+    return WeightsManifest(folder, fingerprint(folder))
+
 
 PARIS = Task("paris", "What is the capital of France?", "Paris")
 SAMPLED, OBSERVATION, PROMPT = Provenance.SAMPLED, Provenance.OBSERVATION, Provenance.PROMPT

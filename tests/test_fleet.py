@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from doubles import weights
 from sglang_double import Double
 
 from agentrl.engine import fleet as fleets
-from agentrl.engine.base import SamplingParams, WeightsManifest
+from agentrl.engine.base import SamplingParams
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import free_port
@@ -20,10 +21,8 @@ from agentrl.engine.sglang import GIVEN_BACK, SGLangEngine
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.sync import base, colocated
 from agentrl.sync.colocated import ColocatedSync
-from agentrl.sync.fingerprint import fingerprint
 from agentrl.sync.verify import Expected
 
-MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
 FIVE = SamplingParams(5)
 SERVER = """
 import asyncio, sys
@@ -58,10 +57,7 @@ async def fleet(doubles):
 
 @pytest.fixture
 def manifest(tmp_path):
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    shutil.copy(MODEL / "model.safetensors", folder)
-    return WeightsManifest(folder, fingerprint(folder))
+    return weights(tmp_path / "weights")
 
 
 def ask(fleet, session="a"):

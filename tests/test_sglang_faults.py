@@ -2,25 +2,21 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from doubles import groups_of, make_runner
+from doubles import groups_of, make_runner, weights
 from sglang_double import Double
 
 from agentrl import Env, StepResult
-from agentrl.engine.base import WeightsManifest
 from agentrl.engine.fleet import Fleet, Member
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import free_port
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.rollout import Rollout, RolloutLimits
-from agentrl.sync.fingerprint import fingerprint
 
-MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
@@ -40,10 +36,7 @@ class Twice(Env):
 
 @pytest.fixture
 def manifest(tmp_path):
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    shutil.copy(MODEL / "model.safetensors", folder)
-    return WeightsManifest(folder, fingerprint(folder))
+    return weights(tmp_path / "weights")
 
 
 def reply(hermes) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from doubles import weights
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
@@ -30,7 +31,6 @@ from agentrl.engine.sglang_protocol import LEAST, ServerFacts, warn_if_untested
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.images import Placed, as_image
 from agentrl.sync.colocated import ColocatedSync
-from agentrl.sync.fingerprint import fingerprint
 from agentrl.types import FinishReason
 
 Pil = pytest.importorskip("PIL.Image")
@@ -55,9 +55,7 @@ async def engine(double):
 
 @pytest.fixture
 def manifest(tmp_path):
-    (tmp_path / "w").mkdir()
-    os.link(MODEL / "model.safetensors", tmp_path / "w/model.safetensors")
-    return WeightsManifest(tmp_path / "w", fingerprint(tmp_path / "w"))
+    return weights(tmp_path / "w")
 
 
 async def test_what_is_asked_and_what_is_read(engine, double):
@@ -340,6 +338,7 @@ async def test_pause_and_resume_are_idempotent(fleet):
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
+from doubles import weights
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 async def main():

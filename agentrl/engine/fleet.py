@@ -393,13 +393,13 @@ class Fleet:
                 await self._set(m, "ready")
             else:
                 m.spoilt = True
-                self._down(m, _as_failure(failed[m.engine.address]))
+                self._down(m, as_failure(failed[m.engine.address]))
 
     async def _on_each(self, members: Sequence[Member], what: Callable[[SGLangEngine], Awaitable[Any]]) -> None:
         failed = await _failures([m.engine for m in members], what)
         for m in members:
             if m.engine.address in failed:
-                self._down(m, _as_failure(failed[m.engine.address]))
+                self._down(m, as_failure(failed[m.engine.address]))
 
 
 async def _failures(engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]) -> dict[str, str]:
@@ -414,7 +414,8 @@ async def _failures(engines: Sequence[SGLangEngine], what: Callable[[SGLangEngin
     return failed
 
 
-def _as_failure(text: str) -> EngineFailure:
+def as_failure(text: str) -> EngineFailure:
+    """What `Send` returned of an engine, as an error."""
     cause, _, message = text.partition("\n")
     return EngineFailure(message or cause, cause)
 

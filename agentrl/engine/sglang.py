@@ -57,8 +57,6 @@ class _Flight:
     """of the weights when it was sent"""
     given_back: int = 0
     """times that the server gave it up before it had sampled anything"""
-    sent: bool = False
-    """the server has it and has not answered"""
     task: asyncio.Task[Any] | None = None
     """that waits for the answer"""
     given_up: Failure | None = None
@@ -250,7 +248,7 @@ class SGLangEngine:
 
     async def _send(self, flight: _Flight, body: dict[str, Any]) -> Any:
         await self._open.wait()
-        flight.version, flight.sent = self.policy_version, True
+        flight.version = self.policy_version
         clock = asyncio.get_running_loop().time
         if not self._out:
             self._heard = clock()
@@ -261,7 +259,6 @@ class SGLangEngine:
             return answer
         finally:
             self._out -= 1
-            flight.sent = False
 
     def _checked(self, generation: Generation, flight: _Flight) -> Generation:
         if generation.policy_version not in (self.policy_version, flight.version):
@@ -433,10 +430,10 @@ class SGLangEngine:
         will be sampled by the new weights. So it is enough that the scheduler is idle, which a flushed cache proves.
         """
         limit = asyncio.get_running_loop().time() + self._timeout_s
-        while any(f.sent for f in self._flights):
+        while self._out:
             await self._call("/abort_request", {"rid": "", "abort_all": True})
             await asyncio.sleep(0.05)
-            if not any(f.sent for f in self._flights) or await self._idle():
+            if not self._out or await self._idle():
                 await asyncio.sleep(0.05)
                 return
             if asyncio.get_running_loop().time() > limit:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
-from agentrl.engine.fleet import Fleet
+from agentrl.engine.fleet import Fleet, as_failure
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.sync.verify import Expected, compare, expect, probe_ids
@@ -92,9 +92,8 @@ class WeightSync:
         manifest, expected = await self.current(trainer, fleet)
         await engine.update_weights(manifest, fleet.policy_version)
         failed = await self.verify([engine], expected)
-        for text in failed.values():
-            cause, _, message = text.partition("\n")
-            raise EngineFailure(message, cause)
+        if failed:
+            raise as_failure(failed[engine.address])
         return True
 
     async def current(self, trainer: Trainer, fleet: Fleet) -> tuple[WeightsManifest, Expected]:
