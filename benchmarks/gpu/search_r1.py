@@ -1,9 +1,11 @@
 """search_r1 on one card, engine and trainer in turns: SmolLM2-135M, warmed up by demonstrations, then GRPO over SGLang.
 
     python benchmarks/gpu/search_r1.py WORK --out DIR [--model smollm2-135m] [--engine-pythonpath DIR] [--episodes 51200] [--rollouts 60]
+        [--kill-after N]
 
 Three commands, each left out if its result is in WORK already: record demonstrations, `agentrl sft`, `agentrl train --engine sglang --colocate`.
-Writes DIR/search_r1_gpu.json, and beside it the curve, metrics and timings of the runs.
+Writes DIR/search_r1_gpu.json, and beside it the curve, metrics and timings of the runs. `--kill-after N` ends the server with SIGKILL amid the
+rollout after step N: the run has to go on with a new one.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +43,29 @@ def run(words: list[str]) -> float:
     return time.perf_counter() - started
 
 
+def kill_server(metrics: Path, step: int, into_s: float = 1.0) -> None:
+    """SIGKILL for the server's first process, `into_s` into the rollout that follows a step."""
+    while reached(metrics) < step:
+        time.sleep(0.1)
+    time.sleep(into_s)
+    first = min(int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_server(p))
+    print(f"kill -9 {first}, the server, after step {step}", flush=True)
+    os.kill(first, signal.SIGKILL)
+
+
+def reached(metrics: Path) -> int:
+    """The last step in a file of metrics."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return max((json.loads(line).get("policy_version", 0) for line in lines if line.endswith("\n")), default=0)
+
+
+def is_server(cmdline: Path) -> bool:
+    try:
+        return b"sglang.launch_server" in cmdline.read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
 def agentrl(*words: str) -> list[str]:
     return [sys.executable, "-m", "agentrl.cli", *words]
 
@@ -62,12 +89,14 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=51_200)
     parser.add_argument("--rollouts", type=int, default=60)
     parser.add_argument("--only", choices=("sft", "train"))
+    parser.add_argument("--kill-after", type=int, metavar="N")
+    parser.add_argument("--run", default="run", help="name of the training run's folder in WORK")
     args = parser.parse_args()
     from agentrl.models import model_folder
 
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    start, demos, warm, learned = model_folder(args.model), args.work / "demos", args.work / "sft", args.work / "run"
+    start, demos, warm, learned = model_folder(args.model), args.work / "demos", args.work / "sft", args.work / args.run
     seconds: dict[str, float] = {}
     if not (warm / "hf").exists() and args.only != "train":
         processes = max(1, (os.cpu_count() or 2) - 2)
@@ -106,6 +135,9 @@ def main() -> None:
         flags += ["--engine-pythonpath", args.engine_pythonpath]
     for name, value in {**FLAGS, "mem_fraction_static": 0.4}.items():
         flags += [f"--sglang-{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if args.kill_after:
+        kill = threading.Thread(target=kill_server, args=(learned / "metrics.jsonl", args.kill_after), daemon=True)
+        kill.start()
     try:
         seconds["train"] = run(agentrl("train", *TRAIN.split(), *flags))
     finally:
