@@ -140,7 +140,7 @@ class RolloutSettings:
     min_group_size: int = 2
     """smaller groups are dropped"""
     max_failure_share: float = 0.5
-    """of attempts; above it the run stops with the table of causes"""
+    """of episodes, lost after all their attempts; above it the run stops with the table of causes"""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,8 @@ class RolloutLimits:
     min_group_size: int = 2
     """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
     max_failure_share: float = 0.5
-    """of attempts, those under way included; above it the rollout stops, once there are more than 8 failures or no episode is left"""
+    """of episodes begun, lost after all their attempts; above it the rollout stops, once more than 8 are lost or none is left. Attempts are not
+    what is counted: one server that dies fails every episode it had, and the next attempts do well"""
 
 
 Progress = Callable[[Trajectory], None]
@@ -130,11 +131,14 @@ class Runner(Protocol):
 
 
 class _Account:
-    """Of one rollout under way: what became of attempts, and how many episodes were ordered and have no slot yet."""
+    """Of one rollout under way: what became of attempts and episodes, and how many of these were ordered and have no slot yet."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.table = CauseTable()
         self.progress: Progress = progress or (lambda trajectory: None)
+        self.begun = 0
+        self.lost = 0
+        """of those begun, failed in every attempt"""
         self._waiting = 0
         self._begun = asyncio.Event()
 
@@ -147,6 +151,7 @@ class _Account:
 
     def begin(self) -> None:
         """One of them has its slot."""
+        self.begun += 1
         self._waiting -= 1
         self._begun.set()
 
@@ -158,7 +163,6 @@ class Rollout:
         self.runner = runner
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.concurrency)
-        self._running = 0
 
     async def run(
         self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
@@ -167,7 +171,7 @@ class Rollout:
         again of those whose group's reward failed. `groups` is gone through as places become free.
 
         Raises:
-            TooManyFailuresError: more than `max_failure_share` of the attempts failed, and they were many or nothing is left.
+            TooManyFailuresError: more than `max_failure_share` of the episodes were lost, and they were many or nothing is left.
             UsageError: user code broke its contract; every other episode is closed first.
         """
         account = _Account(progress)
@@ -182,7 +186,7 @@ class Rollout:
             raise _first(e) from None  # the first error alone, not a group of what followed from it
         done = [g for t in running if (g := t.result()) is not None]
         if not done:
-            self._check(account.table, few=0)
+            self._check(account, few=0)
         return done, account.table
 
     async def _group(self, specs: Sequence[EpisodeSpec], account: _Account) -> Group | None:
@@ -210,7 +214,7 @@ class Rollout:
                     account.table.recount(t, lost)
                     account.progress(lost)
         account.table.dropped_groups += 1
-        self._check(account.table)
+        self._lose(account, len(members))
         return None
 
     async def _episode(self, spec: EpisodeSpec, account: _Account) -> Trajectory | None:
@@ -221,28 +225,27 @@ class Rollout:
                 if first:
                     account.begin()
                     first = False
-                self._running += 1
-                try:
-                    trajectory = await self.runner.run(spec)
-                finally:
-                    self._running -= 1
+                trajectory = await self.runner.run(spec)
             account.table.add(trajectory)
             account.progress(trajectory)
             if trajectory.status not in (Status.FAILED, Status.ABORTED):
                 return trajectory
-            self._check(account.table)
             if spec.attempt >= self.limits.max_retries:
+                self._lose(account, 1)
                 return None
             account.table.retried += 1
             spec = replace(spec, attempt=spec.attempt + 1)
 
-    def _check(self, table: CauseTable, few: int = 8) -> None:
-        # failures come back sooner than successes: what still runs counts as attempted, else a run's first answers would end it
-        attempts = table.attempts + self._running
-        if table.failures > few and table.failures > self.limits.max_failure_share * attempts:
+    def _lose(self, account: _Account, episodes: int) -> None:
+        account.lost += episodes
+        self._check(account)
+
+    def _check(self, account: _Account, few: int = 8) -> None:
+        table = account.table
+        if account.lost > few and account.lost > self.limits.max_failure_share * account.begun:
             raise TooManyFailuresError(
-                f"{table.failures} of {table.attempts} episode attempts failed, more than max_failure_share "
-                f"{self.limits.max_failure_share:g} allows; the causes:\n{table}"
+                f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), more than "
+                f"max_failure_share {self.limits.max_failure_share:g} allows; the causes:\n{table}"
             )
 
 

@@ -27,7 +27,7 @@ class Walk(ToolEnv):
     running = 0
 
     def __init__(self, flag: str = "", does: str = "", where: str = "2"):
-        self.flag, self.does, self.where = Path(flag), does, where
+        self.flag, self.does, self.where = Path(flag), does, where.split()
 
     @classmethod
     def tasks(cls, split):
@@ -43,14 +43,14 @@ class Walk(ToolEnv):
     @tool(max_concurrency=4)
     async def search(self, query: str) -> str:
         """Look something up."""
-        if self.task.id == self.where and self.does:
+        if self.task.id in self.where and self.does:
             await getattr(self, f"_{self.does}")()
         return f"found {query} {self.seed % 97}"
 
     async def step(self, action):
         result = await super().step(action)
         self.lock = threading.Lock()
-        if self.does == "odd" and self.task.id == self.where:
+        if self.does == "odd" and self.task.id in self.where:
             return StepResult(result.observation, 0.0, True, info={"lock": self.lock})
         return result
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +57,27 @@ def test_the_expert_finds_most_answers(factbook_bm25: BM25Retriever) -> None:
     found = factbook_bm25.search([expert_plan(row).queries[-1] for row in rows], 3)
     hits = [any(row["golden_answers"][0] in p.text for p in shown) for row, shown in zip(rows, found, strict=True)]
     assert sum(hits) / len(hits) > 0.9
+
+
+def test_bm25_leaves_jax_alone(tmp_path: Path) -> None:
+    """bm25s would start it, and JAX takes three quarters of a GPU when it starts."""
+    for name in ("jax/__init__.py", "jax/lax.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
+    code = """
+import sys
+from agentrl.envs.factbook import Passage
+from agentrl.tools.retrieval import BM25Retriever
+found = BM25Retriever([Passage("1", "", "a river"), Passage("2", "", "a hill")]).search(["river"], 1)
+print([p.id for p in found[0]], "jax" in sys.modules, "bm25s" in sys.modules)
+import jax
+"""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.split() == ["['1']", "False", "True"]
+    assert [p.name for p in tmp_path.glob("jax/*.ran")] == ["__init__.ran"], (
+        "a user's own import works, bm25s made none"
+    )
 
 
 def test_show_is_one_line_each_and_cut() -> None:

@@ -147,18 +147,27 @@ async def test_above_the_share_of_failures_the_run_stops_with_the_table(hermes):
 
 
 async def test_case_30_when_every_episode_fails_the_run_stops_and_does_not_wait(hermes):
-    with pytest.raises(TooManyFailuresError, match=r"(\d+) of \1 episode attempts failed"):
-        await asyncio.wait_for(rollout(hermes, [EngineFailure("down")], max_retries=99).run(groups_of(4, 4)), 10)
+    with pytest.raises(TooManyFailuresError, match=r"\d+ of 16 episodes were lost \((\d+) of \1 attempts failed\)"):
+        await asyncio.wait_for(rollout(hermes, [EngineFailure("down")]).run(groups_of(4, 4)), 10)
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
 async def test_a_small_rollout_of_which_nothing_is_left_stops_the_run_too(hermes, max_retries):
+    attempts = 2 + 2 * max_retries
     with pytest.raises(
-        TooManyFailuresError, match=rf"{2 + 2 * max_retries} of {2 + 2 * max_retries} .*\n(.*\n)*.*down"
+        TooManyFailuresError,
+        match=rf"2 of 2 episodes were lost \({attempts} of {attempts} attempts .*\n(.*\n)*.*down",
     ):
         await rollout(hermes, [EngineFailure("down")], max_retries=max_retries).run(groups_of(1, 2))
     groups, _ = await rollout(hermes, [EngineFailure("down")], max_failure_share=1.0).run(groups_of(1, 2))
     assert groups == [], "any share is borne"
+
+
+async def test_a_server_that_fails_everything_it_has_once_does_not_end_the_run(hermes):
+    script = lambda r: EngineFailure("killed") if attempt_of(r) == 0 else "x"  # noqa: E731
+    groups, table = await rollout(hermes, script, concurrency=64).run(groups_of(16, 4))
+    assert [len(g.trajectories) for g in groups] == [4] * 16
+    assert (table.failures, table.retried) == (64, 64)
 
 
 async def test_a_few_failures_at_the_start_do_not_stop_it(hermes):

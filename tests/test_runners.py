@@ -235,7 +235,7 @@ async def test_a_limit_too_small_to_share_is_refused(settings):
 
 
 async def test_too_many_failures_stop_it_as_in_one_process(settings):
-    config = settings("failing", 2, does="infra", max_retries=8)
+    config = settings("failing", 2, does="infra", where="0 1 2 3 4 5 6 7")
     config = replace(config, rollout=replace(config.rollout, max_failure_share=0.1))
     with pytest.raises(TooManyFailuresError, match="tool search: InfraError"):
         await run(config)

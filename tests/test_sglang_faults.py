@@ -52,9 +52,7 @@ async def fleet_of(*members: Member) -> Fleet:
 async def run(hermes, fleet, groups=3, members=3):
     """All episodes; returns the groups' episode indices and the table."""
     runner = make_runner(Twice, fleet, hermes, context_length=250)
-    done, table = await Rollout(runner, RolloutLimits(concurrency=4, max_failure_share=1.0)).run(
-        groups_of(groups, members)
-    )
+    done, table = await Rollout(runner, RolloutLimits(concurrency=4)).run(groups_of(groups, members))
     indices = [t.index for g in done for t in g.trajectories]
     assert sorted(indices) == list(range(groups * members))
     assert table.by_reason()["terminated"] == groups * members

@@ -78,7 +78,7 @@ def test_training_with_each_sync(tmp_path, sync):
 @pytest.mark.full
 def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(tmp_path):
     run = tmp_path / "run"
-    process = start(run, "--weight-sync", "colocated", "--max-failure-share", "1")
+    process = start(run, "--weight-sync", "colocated")
 
     def kill_after_the_first_step() -> None:
         while (process.poll() is None and not (run / "metrics.jsonl").exists()) or not rows(run):

@@ -7,8 +7,10 @@ the HTTP messages are those of Search-R1 (https://github.com/PeterGriffinJin/Sea
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,10 +76,9 @@ class BM25Retriever:
 
     def __init__(self, corpus: Sequence[Passage]) -> None:
         """Index `corpus` (a second for 30,000 passages)."""
-        import bm25s
-
         if not corpus:
             raise DataError("BM25Retriever: the corpus is empty; expected at least one passage")
+        bm25s = _bm25s()
         self._corpus = list(corpus)
         self._tokenize = bm25s.tokenize
         self._index = bm25s.BM25()
@@ -103,6 +104,18 @@ class BM25Retriever:
             order = matching[np.argsort(-scores[matching], kind="stable")][:k]
             found.append([self._corpus[i] for i in order.tolist()])
         return found
+
+
+def _bm25s() -> Any:
+    """bm25s without JAX, which it would start at its import: in every process that searches, on the card that engine and trainer need."""
+    kept = sys.modules.get("jax")
+    sys.modules["jax"] = None  # type: ignore[assignment]  # an import of it raises ImportError
+    try:
+        return importlib.import_module("bm25s")
+    finally:
+        sys.modules.pop("jax", None)
+        if kept is not None:
+            sys.modules["jax"] = kept
 
 
 class DenseRetriever:
