@@ -100,9 +100,12 @@ def main() -> None:
     seconds: dict[str, float] = {}
     if not (warm / "hf").exists() and args.only != "train":
         processes = max(1, (os.cpu_count() or 2) - 2)
-        warmup = [sys.executable, "examples/search_r1/warmup.py", "record", str(demos), "--model", str(start)]
         if not demos.exists():
+            half = demos.with_suffix(".part")
+            shutil.rmtree(half, ignore_errors=True)
+            warmup = [sys.executable, "examples/search_r1/warmup.py", "record", str(half), "--model", str(start)]
             seconds["record"] = run([*warmup, "--episodes", str(args.episodes), "--processes", str(processes)])
+            half.rename(demos)
         parts = sorted(str(p) for p in demos.iterdir())
         flags = [
             "--hf-checkpoint",
