@@ -19,11 +19,10 @@ from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, exactness_violations, read_episodes
 from agentrl.types import EpisodeSpec, Task
-from benchmarks.overhead.assets import ANSWER, SYSTEM, load, make_agent_renderer, question
+from benchmarks.overhead.assets import ANSWER, CONTEXT, MODEL, SYSTEM, load, make_agent_renderer, question
 from benchmarks.overhead.meter import METER
 
 GROUP = 8
-CONTEXT = 131072
 _ASSETS = load()
 
 
@@ -71,7 +70,7 @@ def make_runner(
     return EpisodeRunner(
         env,
         env,
-        engine or Fleet([Member(SGLangEngine(address, context_length=CONTEXT))]),
+        engine or Fleet([Member(SGLangEngine(address, model_dir=MODEL, context_length=CONTEXT))]),
         renderer,
         Scorer(resolve_rewards(env.rewards)),
         limits=Limits(max_turns=turns + 1, max_response_tokens=CONTEXT - 4096, context_length=CONTEXT),

@@ -22,6 +22,9 @@ from agentrl.types import Message
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "overhead"
+MODEL = BUILD / "tokenizer"
+"""its tokenizer and its config; there are no weights"""
+CONTEXT = 131072
 EMBEDDED = ROOT / "agentrl" / "assets" / "search_r1_3m" / "tokenizer.json"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE = """
@@ -79,7 +82,7 @@ def question(i: int) -> str:
 def load() -> Assets:
     """The script; built if it is not there."""
     file = BUILD / "assets.json"
-    if not file.exists():
+    if not (file.exists() and (MODEL / "config.json").exists()):
         build(file)
     return Assets(**json.loads(file.read_text()))
 
@@ -87,15 +90,16 @@ def load() -> Assets:
 def make_agent_renderer() -> Renderer:
     """agentrl's renderer on the same vocabulary."""
     load()
-    return make_renderer(Tokenizer.load(BUILD / "tokenizer"), "hermes")
+    return make_renderer(Tokenizer.load(MODEL), "hermes")
 
 
 def build(file: Path) -> None:
-    """Make the tokenizer's folder and the script."""
-    folder = BUILD / "tokenizer"
-    folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = _build_tokenizer(folder)
-    tokenizer = Tokenizer.load(folder)
+    """Make the model's folder and the script."""
+    MODEL.mkdir(parents=True, exist_ok=True)
+    vocabulary = _build_tokenizer(MODEL)
+    tokenizer = Tokenizer.load(MODEL)
+    config = {"vocab_size": tokenizer.backend.get_vocab_size(), "max_position_embeddings": CONTEXT}
+    (MODEL / "config.json").write_text(json.dumps(config))
     renderer = make_renderer(tokenizer, "hermes")
     document = [_document(tokenizer, i) for i in range(64)]
     messages: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(0)}]

@@ -38,7 +38,7 @@ from agentrl.rollout import Rollout, RolloutLimits, Runner
 from agentrl.runners import RunnerProcesses
 from agentrl.store import EpisodeWriter
 from benchmarks.overhead import agent
-from benchmarks.overhead.assets import load
+from benchmarks.overhead.assets import CONTEXT, MODEL, load
 from benchmarks.overhead.processes import Mock
 
 Run = dict[str, Any]
@@ -46,7 +46,7 @@ Run = dict[str, Any]
 
 def fleet(addresses: list[str]) -> Fleet:
     """All mocks behind one engine."""
-    return Fleet([Member(SGLangEngine(a, context_length=agent.CONTEXT)) for a in addresses])
+    return Fleet([Member(SGLangEngine(a, model_dir=MODEL, context_length=CONTEXT)) for a in addresses])
 
 
 def maker(addresses: list[str], turns: int) -> Callable[[Any, Any], EpisodeRunner]:
