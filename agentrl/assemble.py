@@ -21,8 +21,9 @@ from agentrl.data.files import load_tasks
 from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, make_env_class
-from agentrl.episode import EpisodeRunner, Limits, Pools
+from agentrl.episode import EpisodeRunner, Limits
 from agentrl.errors import ConfigError, ContractError, DataError, EnvFailure, TemplateError, UsageError, boundary
+from agentrl.instance import Pools
 from agentrl.models import model_folder
 from agentrl.pool import Pool
 from agentrl.registry import raised

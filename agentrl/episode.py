@@ -12,7 +12,6 @@ The order of limits (design §6), the first that holds ends the episode:
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.engine.base import Engine, Generation, SamplingParams
-from agentrl.env import Env, ToolEnv, check_reward, is_plain
+from agentrl.env import Env, check_reward
 from agentrl.errors import (
     ContractError,
     EngineAbort,
@@ -33,15 +32,13 @@ from agentrl.errors import (
     boundary,
 )
 from agentrl.images import carry, image_parts
-from agentrl.pool import Pool
+from agentrl.instance import EnvInstance, Pools
 from agentrl.recorder import Recorder
 from agentrl.render.context import ContextPolicy, ContextView, checked, newest, view_of
 from agentrl.render.fit import anew, follow, is_long
 from agentrl.render.template import Renderer
 from agentrl.reward import Scorer
 from agentrl.seeds import derive_seed
-from agentrl.tool import ToolSpec
-from agentrl.toolbox import Keep, Toolbox
 from agentrl.types import (
     Action,
     EpisodeSpec,
@@ -63,9 +60,6 @@ _STOP_REASONS: Mapping[type[Failure], StopReason] = {
     ToolFailure: StopReason.TOOL_FAILURE,
     RewardFailure: StopReason.REWARD_FAILURE,
 }
-_MAX_HUNG_CLOSES = 1024
-_OWN = frozenset((Env.reset, ToolEnv.step))
-"""methods that an environment did not override: they never block, so they need no time limit"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +77,6 @@ class Limits:
     max_invalid_actions: int = 3
     """turns whose action could not be parsed, before the episode ends"""
     max_calls_per_turn: int = 8
-
-
-class Pools:
-    """Where user code runs. One for all runners of a job, since what hangs goes on hanging from rollout to rollout."""
-
-    def __init__(self, env_class: type[Env], keep: Keep | None = None, processes: int = 1) -> None:
-        """`keep` is given tools' outputs that were cut, whole; `processes`: how many like this one share the tools' limits."""
-        label, threads = env_class.label(), env_class.threads
-        self.toolbox = Toolbox(keep, processes)
-        self.env = Pool(f"env-{label}", threads=threads, max_abandoned=threads)
-        self.closing = Pool(f"close-{label}", threads=threads, max_abandoned=_MAX_HUNG_CLOSES)
-        """of its own, so that closing goes on when every other call hangs"""
-
-    def close(self) -> None:
-        """Let idle threads end; further calls start new ones."""
-        self.toolbox.close()
-        self.env.close()
-        self.closing.close()
 
 
 class EpisodeRunner:
@@ -148,8 +124,8 @@ class EpisodeRunner:
             reason, failure = await episode.play_bounded()
         finally:
             await to_the_end(episode.close())
-        if episode.state_lost and reason not in _STOP_REASONS.values():  # nothing to score it by
-            reason, failure = StopReason.ENV_FAILURE, episode.close_failure
+        if episode.instance.state_lost and reason not in _STOP_REASONS.values():  # nothing to score it by
+            reason, failure = StopReason.ENV_FAILURE, episode.instance.close_failure
         episode.clock["episode_s"] = time.perf_counter() - started
         trajectory = episode.trajectory(reason, failure)
         if reason in _STOP_REASONS.values():
@@ -187,11 +163,10 @@ class Episode:
         """messages of the first prompt"""
         self.prompt_length = 0
         self.invalid = 0
-        self.env: Env | None = None
-        self.making: asyncio.Future[Env] | None = None
-        self.tools: dict[str, ToolSpec] = {}
-        self.state: Mapping[str, Any] = {}
+        self.instance = EnvInstance(runner.make_env, runner.env_class, runner.pools)
         self.demonstration = False
+        self.close_failure: Failure | UsageError | None = None
+        """why the engine's session could not be ended"""
         self.clock: dict[str, float] = {"generate_s": 0.0, "tools_s": 0.0, "env_s": 0.0}
 
     # -- from start to end -------------------------------------------------------------------------------------------
@@ -236,25 +211,9 @@ class Episode:
     async def reset(self) -> None:
         """Make the environment, begin the task, render the first prompt."""
         runner = self.runner
-        if is_plain(runner.make_env, runner.env_class):
-            self.env = runner.make_env()
-        else:
-            made = runner.pools.env.call(runner.make_env, timeout_s=runner.env_class.timeout_s)
-            self.making = asyncio.ensure_future(made)
-            with boundary(EnvFailure, "env constructor"):
-                self.env = await asyncio.shield(self.making)
-        with boundary(EnvFailure, "tool constructor"):
-            if any(map(inspect.isclass, self.env.tools)):
-                specs = await runner.pools.env.call(self.env.tool_specs, timeout_s=runner.env_class.timeout_s)
-            else:
-                specs = self.env.tool_specs()
-        self.tools = {t.name: t for t in specs}
-        with boundary(EnvFailure, "tool setup"):
-            for tool in self.env.tool_instances:
-                seed = derive_seed(self.seed, "tool")
-                await runner.pools.env.call(tool.setup, seed, timeout_s=runner.env_class.timeout_s)
+        await self.instance.make(self.seed)
         self.spec = await carry_task(self.spec)
-        first = await self.call_env("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
+        first = await self.instance.call("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
         first = Observation(tuple(await carry(Observation.of(first).messages)))
         if not first.messages:
             raise ContractError(
@@ -263,7 +222,7 @@ class Episode:
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
         self.first = len(self.conversation)
-        prompt = partial(runner.renderer.prompt, self.conversation, [t.schema for t in self.tools.values()])
+        prompt = partial(runner.renderer.prompt, self.conversation, [t.schema for t in self.instance.tools.values()])
         pieces = await asyncio.to_thread(prompt) if is_long(self.conversation) else prompt()
         self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
         self.prompt_length = self.recorder.length()
@@ -331,7 +290,7 @@ class Episode:
     async def use_tools(self, action: Action) -> Action:
         """Execute the action's calls."""
         started = time.perf_counter()
-        done = await self.runner.toolbox.execute(self.tools, action)
+        done = await self.runner.toolbox.execute(self.instance.tools, action)
         elapsed = time.perf_counter() - started
         self.clock["tools_s"] += elapsed
         self.now["action"] = done
@@ -341,7 +300,7 @@ class Episode:
     async def step(self, action: Action) -> StopReason | None:
         """Give the action to the environment; what ends the episode now, if anything."""
         started = time.perf_counter()
-        result = await self.call_env("step", action)
+        result = await self.instance.call("step", action)
         elapsed = time.perf_counter() - started
         label = self.runner.env_class.label()
         if not isinstance(result, StepResult):
@@ -374,10 +333,10 @@ class Episode:
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
         tight = StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        said, tools = renderer.message(turn["action"]), [t.schema for t in self.tools.values()]
+        said, tools = renderer.message(turn["action"]), [t.schema for t in self.instance.tools.values()]
         grown = (renderer, self.conversation, said, messages, self.last_ids())
         most = min(limits.context_length, self.prompt_length + limits.max_response_tokens)
-        policy = self.runner.context_policy or getattr(self.env, "context_policy", None)
+        policy = self.runner.context_policy or getattr(self.instance.env, "context_policy", None)
         if policy is not None:
             view = view_of(*grown, first=self.first, length=self.recorder.length(), limit=most, tools=tools)
             if (made := await self.runner.rewrite(policy, view)) is not None:
@@ -424,58 +383,23 @@ class Episode:
             self.turns.append(Turn(**self.draft))
             self.draft = None
 
-    async def call_env(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the environment's methods under its time limit, off the event loop if it is sync."""
-        call = getattr(self.env, method)
-        with boundary(EnvFailure, f"env {method}"):
-            if getattr(call, "__func__", None) in _OWN:
-                return await call(*args, **kwargs)
-            return await self.runner.pools.env.call(call, *args, timeout_s=self.runner.env_class.timeout_s, **kwargs)
-
     async def close(self) -> None:
-        """Take the environment's last state, then close its tools, itself and the engine's session. Called once, whatever happened.
+        """Close the environment, then the engine's session. Called once, whatever happened.
 
         What fails here stops nothing that follows: the cause is counted, and but for a lost state the episode stands.
         """
-        if self.env is None and self.making is not None:  # cut off in the constructor: what it makes is closed too
-            await asyncio.wait({self.making})
-            self.env = None if self.making.cancelled() or self.making.exception() else self.making.result()
-        if self.env is not None:
-            if type(self.env).state is not Env.state:
-                state = await self.finish(EnvFailure, "env state", self.env.state)
-                self.state, self.state_lost = dict(state or {}), state is None
-            for tool in self.env.tool_instances:
-                await self.finish(ToolFailure, "tool close", tool.close)
-            if getattr(self.env.close, "__func__", None) is not Env.close:
-                await self.finish(EnvFailure, "env close", self.env.close)
+        await self.instance.close()
         try:
             with boundary(EngineFailure, "engine release"):
                 async with asyncio.timeout(self.runner.env_class.timeout_s):
                     await self.runner.engine.release(self.spec.episode_id)
         except (Failure, UsageError) as e:
-            self.close_failure = self.close_failure or e
-
-    async def finish(self, kind: type[Failure], where: str, call: Callable[[], Any]) -> Any:
-        """Make one closing call; None if it failed."""
-        try:
-            with boundary(kind, where):
-                value = await self.runner.pools.closing.call(call, timeout_s=self.runner.env_class.timeout_s)
-                if where == "env state" and not isinstance(value, Mapping):
-                    raise TypeError(f"state must return a mapping, found {type(value).__name__}")
-                return value
-        except (Failure, UsageError) as e:
-            self.close_failure = self.close_failure or e
-            return None
-
-    close_failure: Failure | UsageError | None = None
-    """why closing failed, if it did"""
-    state_lost: bool = False
-    """the environment has a state and could not say it"""
+            self.close_failure = e
 
     def trajectory(self, reason: StopReason, failure: Failure | UsageError | None) -> Trajectory:
         """The immutable record, not yet scored."""
         self.end_turn()
-        spec, closing = self.spec, self.close_failure
+        spec, closing = self.spec, self.instance.close_failure or self.close_failure
         self.clock["non_generation_s"] = max(0.0, self.clock.get("episode_s", 0.0) - self.clock["generate_s"])
         return Trajectory(
             episode_id=spec.episode_id,
@@ -489,7 +413,7 @@ class Episode:
             stop_reason=reason,
             cause=cause_of(failure) if failure else (f"while closing: {cause_of(closing)}" if closing else None),
             detail=str(failure or closing) if failure or closing else None,
-            state=self.state,
+            state=self.instance.state,
             seed=self.seed,
             demonstration=self.demonstration,
             timings=dict(self.clock),

@@ -162,7 +162,7 @@ async def _whose_prompt(runner: EpisodeRunner, then: Trajectory, found: Divergen
     if runner.renderer.format.needs_tools:
         told = [
             s
-            for t in episode.tools.values()
+            for t in episode.instance.tools.values()
             for s in (t.name, json.dumps(t.description, ensure_ascii=False)[1:-1], *t.parameters.get("properties", ()))
         ]
         if not all(s in text for s in told):
