@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import datetime
 import os
+import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from agentrl import __version__
 from agentrl.commands import add_commands
@@ -18,7 +20,7 @@ from agentrl.config import Config, Layer, build_config, read_toml
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
-from agentrl.flags import add_flags, read_flags, split_unknown
+from agentrl.flags import add_flags, read_flags, split_unknown, with_truth
 
 Words = list[str]
 
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is not None and command not in commands:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}")
+        words = with_truth(words)
         args, rest = parser.parse_known_args(words)
         if command == "sft" and rest:
             words, rest = split_unknown(words, rest)
@@ -158,14 +161,14 @@ def run_train(args: argparse.Namespace, rest: Words) -> int:
             raise ConfigError(
                 f"--resume goes on with the run's own settings; leave out --{changed[0].replace('_', '-')}, or begin a new run"
             )
-        asyncio.run(train(config, resume=args.resume, out=say))
+        run_job(train(config, resume=args.resume, out=say))
         return 0
     if args.train_only:
         from agentrl.jobs import train_only
 
-        asyncio.run(train_only(resolve(args, rest), args.train_only, out=say))
+        run_job(train_only(resolve(args, rest), args.train_only, out=say))
         return 0
-    asyncio.run(train(resolve(args, rest), out=say))
+    run_job(train(resolve(args, rest), out=say))
     return 0
 
 
@@ -173,7 +176,7 @@ def run_rollout(args: argparse.Namespace, rest: Words) -> int:
     """`agentrl rollout`."""
     from agentrl.jobs import rollout_only
 
-    asyncio.run(rollout_only(resolve(args, rest), out=say))
+    run_job(rollout_only(resolve(args, rest), out=say))
     return 0
 
 
@@ -181,7 +184,7 @@ def run_eval(args: argparse.Namespace, rest: Words) -> int:
     """`agentrl eval`."""
     from agentrl.jobs import evaluate_only
 
-    asyncio.run(evaluate_only(resolve(args, rest), out=say))
+    run_job(evaluate_only(resolve(args, rest), out=say))
     return 0
 
 
@@ -189,7 +192,7 @@ def run_sft(args: argparse.Namespace, rest: Words) -> int:
     """`agentrl sft`."""
     from agentrl.sft import sft
 
-    asyncio.run(sft(resolve(args, rest), args.episodes, out=say))
+    run_job(sft(resolve(args, rest), args.episodes, out=say))
     return 0
 
 
@@ -209,6 +212,18 @@ def run_check(args: argparse.Namespace, rest: Words) -> int:
     report = asyncio.run(check_env(env_class, env_args, episodes=args.episodes, seed=args.seed))
     print(report)
     return 0 if report.ok else 1
+
+
+def run_job(work: Coroutine[Any, Any, Any]) -> None:
+    """Run it to its end. SIGTERM stops it as Ctrl-C does: everything is closed, and the run says how it goes on."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        asyncio.run(work)
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        asyncio.run(work)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def say(text: str) -> None:

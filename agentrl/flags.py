@@ -1,4 +1,4 @@
-"""Command-line flags in three families: our own, one for each field of config.py; Megatron's, by their own names; and slime's.
+"""Command-line flags in three families: our own, one for each field of config/settings.py; Megatron's, by their own names; and slime's.
 
 Those of slime that mean something else here, or do not exist yet, are refused by name with what to use instead.
 """
@@ -44,6 +44,9 @@ REFUSED = {
 """slime's flags that are not taken, and what to use"""
 
 
+_TRUTH = frozenset("true false yes no on off 1 0".split())
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each field, its docstring as help."""
     for section, cls in SECTIONS.items():
@@ -68,6 +71,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             name = f.name.removesuffix("s") if typing.get_origin(kind) is dict else f.name
             names = [_flag(name), *(_flag(a) for a, target in ALIASES.items() if target == f.name)]
             group.add_argument(*names, **options)
+
+
+def with_truth(words: Sequence[str]) -> list[str]:
+    """The words, each flag that is true or false with its value: argparse would take any word after it for that."""
+    out = list(words)
+    for i, word in enumerate(out):
+        if word in _yes_or_no() and not (i + 1 < len(out) and out[i + 1].lower() in _TRUTH):
+            out[i] = f"{word}=true"
+    return out
+
+
+@functools.cache
+def _yes_or_no() -> frozenset[str]:
+    return frozenset(
+        _flag(f.name) for cls in SECTIONS.values() for f in fields(cls) if typing.get_type_hints(cls)[f.name] is bool
+    )
 
 
 def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:

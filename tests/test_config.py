@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import config as config_module
-from agentrl.config import _ABOVE, _AT_LEAST, FIELDS, SECTIONS, Config, build_config, read_toml
+from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml
+from agentrl.config.rules import _ABOVE, _AT_LEAST
 from agentrl.errors import ConfigError
 
 

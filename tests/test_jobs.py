@@ -170,9 +170,12 @@ def test_a_run_that_dies_before_its_first_checkpoint_is_begun_again_by_resume(mo
     assert "run has no checkpoint yet and starts from the beginning; recorded episodes dropped: 1" in said.out
 
 
-def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, monkeypatch):
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, monkeypatch, sign):
+    before = signal.getsignal(sign)
+
     def interrupted(*_, **__):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(sign)
 
     monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", interrupted)
@@ -181,6 +184,7 @@ def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, mo
     said = capsys.readouterr()
     assert "the run goes on with: agentrl train --resume runs/mine" in said.out
     assert said.err.endswith("agentrl train: interrupted\n")
+    assert signal.getsignal(sign) is before
 
 
 # -- an environment is made before anything starts -----------------------------------------------------------------------
