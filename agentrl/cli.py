@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from agentrl import __version__
 from agentrl.commands import add_commands
 from agentrl.config import Config, Layer, build_config, read_toml
+from agentrl.config.paths import anchor
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
@@ -121,10 +122,10 @@ def resolve(args: argparse.Namespace, rest: Words) -> Config:
     flags = read_flags(args, rest)
     file: Layer = read_toml(args.config) if args.config else {}
     env = str(flags.get("env", file.get("env", Config().env.env)))
-    config = build_config(env_defaults(env), file, flags)
-    return (
-        config if config.run.date else replace(config, run=replace(config.run, date=datetime.date.today().isoformat()))
-    )
+    config = anchor(build_config(env_defaults(env), file, flags))
+    if config.run.date:
+        return config
+    return replace(config, run=replace(config.run, date=datetime.date.today().isoformat()))
 
 
 def env_defaults(env: str) -> Layer:
@@ -205,6 +206,8 @@ def run_check(args: argparse.Namespace, rest: Words) -> int:
     if rest:
         known = ("env", "env-arg", "episodes", "seed")
         raise ConfigError(f"unknown flag {rest[0]}{suggest(rest[0].lstrip('-').partition('=')[0], known)}")
+    if args.episodes < 1:
+        raise ConfigError(f"--episodes must be at least 1, found {args.episodes}")
     env_class = make_env_class(args.env)
     pairs = [item.partition("=") for item in args.env_arg]
     env_args = {k: parse_value(v) for k, _, v in pairs}

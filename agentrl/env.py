@@ -113,7 +113,7 @@ class Env:
         names = [s.name for s in specs]
         if len(set(names)) != len(names):
             raise ContractError(
-                f"environment {self.label()} has two tools of the same name: {sorted(n for n in names if names.count(n) > 1)}"
+                f"environment {self.label()} has two tools of the same name: {sorted({n for n in names if names.count(n) > 1})}"
             )
         return specs
 

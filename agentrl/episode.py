@@ -412,12 +412,18 @@ class Episode:
             turns=tuple(self.turns),
             stop_reason=reason,
             cause=cause_of(failure) if failure else (f"while closing: {cause_of(closing)}" if closing else None),
-            detail=str(failure or closing) if failure or closing else None,
+            detail=str(failure or closing) if failure or closing else self.too_long(reason),
             state=self.instance.state,
             seed=self.seed,
             demonstration=self.demonstration,
             timings=dict(self.clock),
         )
+
+    def too_long(self, reason: StopReason) -> str | None:
+        """What to say if there was no room for a single token."""
+        if self.turns or reason is not StopReason.CONTEXT_FULL:
+            return None
+        return f"the first prompt takes {self.prompt_length} tokens, the context has room for {self.runner.limits.context_length}"
 
 
 def cause_of(error: Failure | UsageError) -> str:

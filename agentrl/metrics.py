@@ -36,14 +36,15 @@ def rollout_metrics(groups: Sequence[Group], table: CauseTable, violations: int)
 
 
 def component_means(done: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of every reward component over the episodes in which it did not abstain."""
+    """Mean of every reward component over the episodes in which it did not abstain, and `NAME_abstained`: in how many it did, if in any."""
     values: dict[str, list[float]] = {}
     for t in done:
         for name, value in t.rewards.items():
             values.setdefault(name, [])
             if value is not None:
                 values[name].append(value)
-    return {name: fmean(v) for name, v in values.items() if v}
+    abstained = {f"{name}_abstained": sum(name in t.rewards for t in done) - len(v) for name, v in values.items()}
+    return {name: fmean(v) for name, v in values.items() if v} | {k: n for k, n in abstained.items() if n}
 
 
 def eval_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:

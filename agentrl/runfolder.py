@@ -94,7 +94,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            resume = f", or go on with it: agentrl train --resume {path}" if (path / "checkpoints").exists() else ""
+            resume = f", or go on with it: agentrl train --resume {path}" if _goes_on(path) else ""
             raise ConfigError(f"the run folder {path} exists already; choose another with --run{resume}") from None
         except OSError as e:
             raise ConfigError(f"the run folder {path} cannot be made: {e.strerror}; choose another with --run") from e
@@ -198,9 +198,17 @@ def last_checkpoint(path: Path, config: Config) -> tuple[Path | None, dict[str, 
     return found[-1], state
 
 
+def _goes_on(path: Path) -> bool:
+    """A training run with rollouts of its own."""
+    found = checkpoints(path)
+    recorded = found and orjson.loads((found[-1] / "state.json").read_bytes()).get("recorded")
+    return (path / "checkpoints").exists() and not recorded
+
+
 def next_free(parent: Path, name: str) -> Path:
     """`parent/NAME-NNN`, the first number not taken."""
-    stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(name).stem if name.endswith(".py") else name).strip("-")
+    file = re.fullmatch(r"(.*)\.py(:.*)?", name)
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(file[1]).name + (file[2] or "") if file else name).strip("-")
     number = 1
     while (parent / f"{stem}-{number:03d}").exists():
         number += 1

@@ -112,6 +112,27 @@ def test_unknown_flag_of_check_suggests(here, capsys):
     assert err == "agentrl check: unknown flag --episode=3; did you mean 'episodes'?\n"
 
 
+def test_a_check_of_no_episode_is_none(here, capsys):
+    assert "--episodes must be at least 1, found 0" in refused(capsys, "check", "--env", "search_r1", "--episodes", "0")
+
+
+def test_check_says_what_to_do_about_two_tools_of_one_name(here, capsys):
+    (here / "twice.py").write_text(
+        "from agentrl import Tool, ToolEnv, tool\n"
+        "class Look(Tool):\n"
+        "    name = 'look'\n"
+        "    def call(self, place: str) -> str: return place\n"
+        "class Twice(ToolEnv):\n"
+        "    tools = (Look,)\n"
+        "    @tool\n"
+        "    def look(self, place: str) -> str: return place\n"
+    )
+    assert main(["check", "--env", "twice.py"]) == 1
+    out = capsys.readouterr().out
+    assert "has two tools of the same name: ['look']" in out
+    assert "give each tool a name of its own" in out
+
+
 def test_a_flag_without_its_value(here, capsys):
     assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
 
@@ -241,6 +262,15 @@ def test_run_folder_exists(here, model, capsys, words):
     assert "exists already" in err
     assert "--resume" not in err, "it is no training run"
     assert [p.name for p in run.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(("recorded", "goes_on"), [(False, True), (True, False)])
+def test_a_run_folder_that_is_taken_says_how_its_run_goes_on_if_it_can(here, model, capsys, recorded, goes_on):
+    state = here / "run/checkpoints/000003/state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"step": 3, "recorded": recorded}))
+    err = refused(capsys, "train", "--model", str(model), "--run", "run")
+    assert ("agentrl train --resume run" in err) is goes_on
 
 
 # -- what the trainer cannot do is said before there is a run folder ----------------------------------------------------

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl import config as config_module
-from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml
+from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml, settings
+from agentrl.config.paths import anchor
 from agentrl.config.rules import _ABOVE, _AT_LEAST
 from agentrl.errors import ConfigError
+from agentrl.flags import with_truth
+from agentrl.runfolder import next_free
 
 
 def toml(tmp_path, text):
@@ -193,8 +195,57 @@ def test_none_can_be_said_in_a_file_and_on_the_command_line():
 
 
 def test_every_setting_has_a_sentence():
-    for cls in ast.parse(inspect.getsource(config_module)).body:
-        if isinstance(cls, ast.ClassDef) and cls.name in {c.__name__ for c in SECTIONS.values()}:
+    names, seen = {c.__name__ for c in SECTIONS.values()}, []
+    for cls in ast.parse(inspect.getsource(settings)).body:
+        if isinstance(cls, ast.ClassDef) and cls.name in names:
             for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
                 if isinstance(node, ast.AnnAssign):
                     assert isinstance(after, ast.Expr), f"{node.target.id} has no docstring"
+                    seen.append(node.target.id)
+    assert set(seen) == set(FIELDS)
+
+
+def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("envs/mine.py", "data/q.jsonl", "python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "weights").mkdir()
+    given = {
+        "hf_checkpoint": "envs", "env": "envs/mine.py:Mine", "reward": ["envs/mine.py:right=0.5", "em", "pkg.mod:fn=2"],
+        "prompt_data": "data/q.jsonl@[2:5]", "eval_prompt_data": ["data", "data/q.jsonl", "other", "no/such"],
+        "engine": "sglang", "engine_python": "python", "update_weight_disk_dir": "weights", "env_args": {"corpus": "data/q.jsonl"},
+    }  # fmt: skip
+    found = anchor(build_config(given))
+    assert (found.model.hf_checkpoint, found.env.env) == (f"{tmp_path}/envs", f"{tmp_path}/envs/mine.py:Mine")
+    assert found.env.reward == (f"{tmp_path}/envs/mine.py:right=0.5", "em", "pkg.mod:fn=2")
+    assert found.data.prompt_data == f"{tmp_path}/data/q.jsonl@[2:5]"
+    assert found.eval.eval_prompt_data == ("data", f"{tmp_path}/data/q.jsonl", "other", "no/such")
+    assert (found.engine.engine_python, found.engine.engine_pythonpath) == (f"{tmp_path}/python", None)
+    assert found.engine.update_weight_disk_dir == f"{tmp_path}/weights"
+    assert found.env.env_args == {"corpus": "data/q.jsonl"}, "only the environment knows what its arguments are"
+    assert anchor(found) == found
+    assert anchor(Config()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("search_r1", "search_r1"),
+        ("/a/b.c/mine.py", "mine"),
+        ("x/mine.py:Mine", "mine-Mine"),
+        ("pkg.mod:Mine", "pkg-mod-Mine"),
+        ("a.python:B", "a-python-B"),
+    ],
+)
+def test_the_name_of_a_run_folder(tmp_path, name, folder):
+    assert next_free(tmp_path, name) == tmp_path / f"{folder}-001"
+
+
+def test_a_yes_or_no_flag_takes_no_other_word():
+    words = "replay --keep-whole-outputs RUN --tensorboard false --colocate --lr 1".split()
+    assert (
+        with_truth(words) == "replay --keep-whole-outputs=true RUN --tensorboard false --colocate=true --lr 1".split()
+    )
+    assert with_truth(["--colocate"]) == ["--colocate=true"]
+    assert with_truth(["--colocate", "Yes"]) == ["--colocate", "Yes"]

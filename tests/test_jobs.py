@@ -187,6 +187,28 @@ def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, mo
     assert signal.getsignal(sign) is before
 
 
+def test_a_run_of_relative_paths_is_replayed_from_anywhere(model, says, tmp_path, monkeypatch, capsys):
+    where = tmp_path / "where it began"
+    (where / "data").mkdir(parents=True)
+    (where / "my_env.py").write_text(
+        "from agentrl import Env, StepResult\n"
+        "class Mine(Env):\n"
+        "    async def step(self, action):\n"
+        "        return StepResult('', reward=float(action.text == 'x'), terminated=True)\n"
+    )
+    (where / "data/q.jsonl").write_text('{"id": "0", "prompt": "Say x.", "label": "x"}\n')
+    (where / "model").symlink_to(model)
+    monkeypatch.chdir(where)
+    says(["x"])
+    words = "--env my_env.py:Mine --model model --prompt-data data/q.jsonl@[0:1] --run run --num-rollout 1 --rollout-batch-size 1"
+    assert main(["rollout", *words.split(), "--n-samples-per-prompt", "2"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert main(["replay", str(where / "run"), "--workers", "1"]) == 0
+    assert "2 episodes replayed: identical" in capsys.readouterr().out
+
+
 # -- an environment is made before anything starts -----------------------------------------------------------------------
 
 SHY = """

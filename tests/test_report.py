@@ -89,11 +89,15 @@ def test_evaluation_is_the_mean_over_episodes_and_pass_at_k_over_questions():
     assert eval_metrics("test", []) == {}
 
 
-def test_an_abstaining_component_is_left_out_of_its_mean():
+def test_an_abstaining_component_is_left_out_of_its_mean_and_counted():
     g = group_of(1.0, 0.0)
     silent = replace(g.trajectories[0], rewards={"r": None})
     row = rollout_metrics([Group(0, g.task, (silent, g.trajectories[1]))], CauseTable(), 0)
-    assert row["reward/r"] == 0.0
+    assert (row["reward/r"], row["reward/r_abstained"]) == (0.0, 1)
+    row = rollout_metrics([Group(0, g.task, (silent, silent))], CauseTable(), 0)
+    assert "reward/r" not in row
+    assert row["reward/r_abstained"] == 2
+    assert "reward/r_abstained" not in rollout_metrics([g], CauseTable(), 0)
 
 
 def test_steps_of_a_rollout_are_averaged_and_maxima_stay_maxima():

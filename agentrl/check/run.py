@@ -186,7 +186,9 @@ async def _tools(env_class: type[Env], args: dict[str, Any], found: Findings) ->
         env = await pool.call(env_class, timeout_s=_TASKS_S, **args)
         specs: list[ToolSpec] = env.tool_specs()
     except UsageError as e:
-        found.error("tools", str(e), "annotate every parameter of a tool with a type that has a JSON schema")
+        found.error(
+            "tools", str(e), "give each tool a name of its own and every parameter a type that has a JSON schema"
+        )
         return None
     except Exception as e:  # noqa: BLE001  user code: whatever it raises is a finding
         found.error(

@@ -1,0 +1,49 @@
+"""Paths in settings made absolute, so that a run folder can be resumed, replayed and viewed from anywhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.config.settings import Config
+
+
+def anchor(config: Config) -> Config:
+    """The same settings; every path in them that exists, seen from here, is absolute. Arguments of environments stay as they are."""
+    model, env, data, engine = config.model, config.env, config.data, config.engine
+    sets = [_data(x) if i % 2 else x for i, x in enumerate(config.eval.eval_prompt_data)]
+    return replace(
+        config,
+        model=replace(model, hf_checkpoint=_path(model.hf_checkpoint)),
+        env=replace(
+            env,
+            env=_code(env.env),
+            reward=tuple(map(_code, env.reward)),
+            context_policy=env.context_policy and _code(env.context_policy),
+        ),
+        data=replace(data, prompt_data=data.prompt_data and _data(data.prompt_data)),
+        eval=replace(config.eval, eval_prompt_data=tuple(sets)),
+        engine=replace(
+            engine,
+            engine_python=engine.engine_python and _path(engine.engine_python),
+            engine_pythonpath=engine.engine_pythonpath and _path(engine.engine_pythonpath),
+            update_weight_disk_dir=engine.update_weight_disk_dir and _path(engine.update_weight_disk_dir),
+        ),
+    )
+
+
+def _path(text: str) -> str:
+    return str(Path(text).absolute()) if Path(text).exists() else text
+
+
+def _code(text: str) -> str:
+    """`file.py`, and what is in it and its weight."""
+    file = re.match(r"[^:=]*\.py(?=[:=]|$)", text)
+    return _path(file[0]) + text[file.end() :] if file else text
+
+
+def _data(text: str) -> str:
+    """`file`, and which part of it."""
+    file, at, part = text.partition("@[")
+    return _path(file) + at + part
