@@ -19,7 +19,7 @@ from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import free_port
 from agentrl.engine.sglang import GIVEN_BACK, SGLangEngine
 from agentrl.errors import EngineAbort, EngineFailure
-from agentrl.sync import base, colocated
+from agentrl.sync import base
 from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.verify import Expected
 
@@ -267,6 +267,9 @@ class Trainer:
     def offload(self):
         self.on = False
 
+    def free_mib(self):
+        return 1000 - 10 * sum(len(ALL) - len(d.asleep) for d in self.doubles) - 500 * self.on
+
     def export_weights(self, path):
         assert self.on
         self.notes.append(("export", [sorted(d.asleep) for d in self.doubles]))
@@ -286,7 +289,6 @@ async def turns(doubles, manifest, monkeypatch):
         return Expected((1, 2), (-0.5,), 1.0, {})
 
     monkeypatch.setattr(base, "expect", expect)
-    monkeypatch.setattr(colocated, "gpus", lambda: [(1, 1)])
     for d in doubles:
         d.memory_saver = True
     trainer, sync, fleet = Trainer(doubles[:1], manifest), ColocatedSync(), fleet_at(doubles[0])
@@ -308,6 +310,12 @@ async def test_in_turns_the_card_is_one_sides(turns, doubles):
     assert trainer.on
     await sync.sync(trainer, fleet, 1)
     assert not trainer.on
+    assert sync.free_mib == {
+        "engine asleep": 1000,
+        "trainer on the card": 500,
+        "both hold weights": 490,
+        "rollout": 970,
+    }
     assert trainer.notes == [("onload", [ALL]), ("tensors", [KEPT])]
     assert not doubles[0].asleep
     assert (await ask(fleet)).policy_version == 1

@@ -14,7 +14,6 @@ from typing import Any
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.sglang import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
-from agentrl.engine.sglang_install import gpus
 from agentrl.errors import ConfigError, EngineFailure
 from agentrl.sync.base import WeightSync, on_each
 from agentrl.sync.verify import Expected
@@ -62,11 +61,11 @@ class ColocatedSync(WeightSync):
             with self.clock("update_s"):
                 failed |= await self.deliver(trainer, "tensors", [e for e in engines if e.address not in failed])
             expected = await self.expected(trainer, fleet)
-            await self._note("both hold weights")
+            await self._note(trainer, "both hold weights")
             await self._offload(trainer)
             if self.lent:
                 await on_each(engines, failed, lambda e: e.wake(KEPT_WEIGHTS))
-            await self._note("rollout")
+            await self._note(trainer, "rollout")
             with self.clock("finish_s"):
                 await on_each(engines, failed, lambda e: e.end_weights(policy_version))
             return failed | await self.verify([e for e in engines if e.address not in failed], expected)
@@ -103,16 +102,16 @@ class ColocatedSync(WeightSync):
         """See `WeightSync.begin`; the first rollout has the card to itself."""
         await super().begin(trainer, engine)
         await self._offload(trainer)
-        await self._note("rollout")
+        await self._note(trainer, "rollout")
 
     async def lend(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
         """The engine sleeps, the trainer comes onto the card."""
         if self._in_turns and not self.lent:
             await require_fleet(engine).sleep(weights=not keep_weights)
             self.lent = True
-            await self._note("engine asleep")
+            await self._note(trainer, "engine asleep")
         await self._onload(trainer)
-        await self._note("trainer on the card")
+        await self._note(trainer, "trainer on the card")
 
     async def take_back(self, trainer: Trainer, engine: Engine) -> None:
         """The trainer leaves the card, the engine wakes with the weights that it kept."""
@@ -142,12 +141,12 @@ class ColocatedSync(WeightSync):
             raise EngineFailure("; ".join(failed.values()), "engine: memory")
         return found
 
-    async def _note(self, stage: str) -> None:
+    async def _note(self, trainer: Trainer, stage: str) -> None:
         """Note the free memory of the first card, if it can be told."""
-        cards = await asyncio.to_thread(gpus) if self._in_turns else []
+        free = await asyncio.to_thread(trainer.free_mib) if self._in_turns else None
         self.free_mib.pop(stage, None)
-        if cards and cards[0]:
-            self.free_mib[stage] = cards[0][0]
+        if free is not None:
+            self.free_mib[stage] = free
 
     async def _onload(self, trainer: Trainer) -> None:
         if self._offloaded:

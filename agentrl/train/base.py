@@ -108,5 +108,8 @@ class Trainer(Protocol):
     def onload(self) -> None:
         """Take it again."""
 
+    def free_mib(self) -> int | None:
+        """Free memory of the first rank's GPU, whoever uses the rest, in MiB; None on a CPU."""
+
     def close(self) -> None:
         """Stop all ranks; idempotent."""

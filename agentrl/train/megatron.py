@@ -190,6 +190,11 @@ class MegatronTrainer:
         """See `Trainer.onload`."""
         self._ask("onload")
 
+    def free_mib(self) -> int | None:
+        """See `Trainer.free_mib`."""
+        found: int | None = self._ask("free_mib")[0]
+        return found
+
     def close(self) -> None:
         """Stop all ranks; idempotent."""
         self.workers.close()

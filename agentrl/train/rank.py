@@ -218,3 +218,7 @@ class TrainerRank:
         """Take it again."""
         if self._parking is not None:
             self._parking.restore()
+
+    def free_mib(self) -> int | None:
+        """Free memory of this rank's GPU, whoever uses the rest; None on a CPU."""
+        return torch.cuda.mem_get_info()[0] >> 20 if torch.cuda.is_available() else None

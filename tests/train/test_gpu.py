@@ -34,7 +34,9 @@ def test_bf16_trains_and_survives_an_offload(tmp_path, tensor_parallel):
                 assert np.abs(got - hf_log_probs(hf, row).numpy()).mean() < 0.1
         losses = [trainer.step(rows, LossConfig(kind="sft"), 1e-2)["loss"] for _ in range(5)]
         before = trainer.log_probs(rows), trainer.log_probs(rows, reference=True)
+        held = trainer.free_mib()
         trainer.offload()
+        assert 0 < held <= trainer.free_mib()
         trainer.onload()
         after = trainer.log_probs(rows), trainer.log_probs(rows, reference=True)
         for a, b in zip(before, after, strict=True):

@@ -181,6 +181,9 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path, settings, world):
         metrics = [numbers(trainer, rows, lr) for lr in (1e-2, 5e-3, 2e-3)]
         marks.append(trainer.export_weights(tmp_path / "went-on").fingerprint)
         assert marks[0] != marks[1]
+        trainer.offload()  # nothing where there is no GPU
+        trainer.onload()
+        assert (trainer.free_mib() is None) is not torch.cuda.is_available()
         trainer.load(tmp_path / "checkpoint")  # in the same process, over other state
         assert trainer.export_weights(tmp_path / "again").fingerprint == marks[0]
         with pytest.raises(StoreError, match="exists already"):
