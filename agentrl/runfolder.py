@@ -159,7 +159,9 @@ def _write_config(path: Path, config: Config, version: str) -> None:
 
 
 def settings_fingerprint(config: Config) -> str:
-    """Equal for equal settings, whatever the run is called, however long it goes on and in how many processes. Kept with every episode."""
+    """Equal for equal settings (files by their whole paths), whatever the run is called, however long it goes on and in how many processes.
+    Kept with every episode.
+    """
     text = replace(
         config,
         run=RunSettings(seed=config.run.seed),
@@ -200,9 +202,11 @@ def last_checkpoint(path: Path, config: Config) -> tuple[Path | None, dict[str, 
 
 def _goes_on(path: Path) -> bool:
     """A training run with rollouts of its own."""
-    found = checkpoints(path)
-    recorded = found and orjson.loads((found[-1] / "state.json").read_bytes()).get("recorded")
-    return (path / "checkpoints").exists() and not recorded
+    try:
+        require_run(path)
+        return not any(orjson.loads((c / "state.json").read_bytes()).get("recorded") for c in checkpoints(path)[-1:])
+    except (StoreError, ValueError):  # none, or a damaged one
+        return False
 
 
 def next_free(parent: Path, name: str) -> Path:

@@ -133,6 +133,11 @@ def test_check_says_what_to_do_about_two_tools_of_one_name(here, capsys):
     assert "give each tool a name of its own" in out
 
 
+def test_a_yes_or_no_flag_before_other_words(here, capsys):
+    assert "no episodes at nowhere" in refused(capsys, "replay", "--keep-whole-outputs", "nowhere")
+    assert "unknown flag --colocate" in refused(capsys, "check", "--env", "search_r1", "--colocate")
+
+
 def test_a_flag_without_its_value(here, capsys):
     assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
 
@@ -264,11 +269,22 @@ def test_run_folder_exists(here, model, capsys, words):
     assert [p.name for p in run.iterdir()] == ["precious"]
 
 
-@pytest.mark.parametrize(("recorded", "goes_on"), [(False, True), (True, False)])
-def test_a_run_folder_that_is_taken_says_how_its_run_goes_on_if_it_can(here, model, capsys, recorded, goes_on):
-    state = here / "run/checkpoints/000003/state.json"
-    state.parent.mkdir(parents=True)
-    state.write_text(json.dumps({"step": 3, "recorded": recorded}))
+@pytest.mark.parametrize(
+    ("state", "config", "goes_on"),
+    [
+        ('{"recorded": false}', True, True),
+        ('{"recorded": true}', True, False),
+        ("{", True, False),
+        ("{}", False, False),
+    ],
+    ids=["training", "train-only", "damaged", "no settings"],
+)
+def test_a_run_folder_that_is_taken_says_how_its_run_goes_on_if_it_can(here, model, capsys, state, config, goes_on):
+    path = here / "run/checkpoints/000003/state.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(state)
+    if config:
+        (here / "run/config.toml").touch()
     err = refused(capsys, "train", "--model", str(model), "--run", "run")
     assert ("agentrl train --resume run" in err) is goes_on
 

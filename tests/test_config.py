@@ -225,7 +225,20 @@ def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
     assert found.engine.update_weight_disk_dir == f"{tmp_path}/weights"
     assert found.env.env_args == {"corpus": "data/q.jsonl"}, "only the environment knows what its arguments are"
     assert anchor(found) == found
+    assert anchor(build_config({"hf_checkpoint": "envs"}), embedded=["envs"]).model.hf_checkpoint == "envs"
+    assert anchor(build_config({"hf_checkpoint": ""})).model.hf_checkpoint == ""
     assert anchor(Config()) == Config()
+
+
+@pytest.mark.parametrize("folder", ["lr=0.1", "at 12:30"])
+def test_a_path_that_would_be_read_otherwise_stays_as_it_is(tmp_path, monkeypatch, folder):
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    for name in ("mine.py", "q.jsonl"):
+        (tmp_path / folder / name).touch()
+    found = anchor(build_config({"env": "mine.py:Mine", "reward": ["mine.py:right=0.5"], "prompt_data": "q.jsonl"}))
+    assert (found.env.env, found.env.reward) == ("mine.py:Mine", ("mine.py:right=0.5",))
+    assert found.data.prompt_data == f"{tmp_path}/{folder}/q.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -248,4 +261,5 @@ def test_a_yes_or_no_flag_takes_no_other_word():
         with_truth(words) == "replay --keep-whole-outputs=true RUN --tensorboard false --colocate=true --lr 1".split()
     )
     assert with_truth(["--colocate"]) == ["--colocate=true"]
+    assert with_truth(["--colocate", "t"]) == ["--colocate", "t"]
     assert with_truth(["--colocate", "Yes"]) == ["--colocate", "Yes"]

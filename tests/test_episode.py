@@ -168,7 +168,7 @@ async def test_case_21_a_prompt_longer_than_the_context_asks_the_engine_nothing(
     engine = FakeEngine(hermes, ["never"])
     t = await play(Echo, engine, hermes, context_length=10)
     assert (t.stop_reason, engine.requests, t.turns) == (StopReason.CONTEXT_FULL, [], ())
-    assert t.detail == f"the first prompt takes {len(t.segments[0])} tokens, the context has room for 10"
+    assert t.detail == f"the first prompt takes {len(t.segments[0])} tokens and leaves no room in a context of 10"
     assert to_samples(t) == []
     assert Echo.made[0].closed == 1
 

@@ -245,6 +245,8 @@ async def test_an_engine_that_fails_on_release_ends_nothing(hermes):
     t = await play(Echo, engine, hermes, env_args={"ends": 1})
     assert (t.stop_reason, t.cause) == (StopReason.TERMINATED, "while closing: gone")
     assert Echo.made[0].closed == 1
+    t = await play(SyncEcho, engine, hermes, env_args={"ends": 1, "fails": "close"})
+    assert t.cause == "while closing: env close: RuntimeError", "the first failure is the one that is told"
 
 
 async def test_the_final_state_is_recorded(hermes):

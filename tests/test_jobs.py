@@ -170,8 +170,23 @@ def test_a_run_that_dies_before_its_first_checkpoint_is_begun_again_by_resume(mo
     assert "run has no checkpoint yet and starts from the beginning; recorded episodes dropped: 1" in said.out
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, monkeypatch, sign):
+@pytest.fixture
+def no_sigint():
+    """As for a job that a script has put into the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_terminated_training_run_says_how_it_goes_on(model, says, capsys, monkeypatch, no_sigint):
+    stop(signal.SIGTERM, model, says, capsys, monkeypatch)
+
+
+def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, monkeypatch):
+    stop(signal.SIGINT, model, says, capsys, monkeypatch)
+
+
+def stop(sign, model, says, capsys, monkeypatch):
     before = signal.getsignal(sign)
 
     def interrupted(*_, **__):

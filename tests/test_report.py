@@ -8,7 +8,7 @@ import pytest
 from doubles import group_of, trajectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from agentrl.config import build_config
+from agentrl.config import Config, build_config
 from agentrl.loop import learning_rate
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
@@ -93,11 +93,18 @@ def test_an_abstaining_component_is_left_out_of_its_mean_and_counted():
     g = group_of(1.0, 0.0)
     silent = replace(g.trajectories[0], rewards={"r": None})
     row = rollout_metrics([Group(0, g.task, (silent, g.trajectories[1]))], CauseTable(), 0)
-    assert (row["reward/r"], row["reward/r_abstained"]) == (0.0, 1)
-    row = rollout_metrics([Group(0, g.task, (silent, silent))], CauseTable(), 0)
+    assert (row["reward/r"], row["abstained/r"]) == (0.0, 1)
+    without = replace(silent, rewards={})
+    row = rollout_metrics([Group(0, g.task, (silent, silent, without))], CauseTable(), 0)
     assert "reward/r" not in row
-    assert row["reward/r_abstained"] == 2
-    assert "reward/r_abstained" not in rollout_metrics([g], CauseTable(), 0)
+    assert row["abstained/r"] == 2, "an episode that has no such component does not abstain"
+    assert "abstained/r" not in rollout_metrics([g], CauseTable(), 0)
+    report = Report()
+    row = eval_metrics("test", [Group(0, g.task, (silent, g.trajectories[1]))])
+    assert row["eval/test/abstained/r"] == 1
+    report.evaluation(0, "test", row, 1.0)
+    assert "abstained" not in report.eval_line(0, "test", 1.0)
+    assert not any("abstained" in key for key in report.summary(Config()))
 
 
 def test_steps_of_a_rollout_are_averaged_and_maxima_stay_maxima():

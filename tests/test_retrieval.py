@@ -71,6 +71,8 @@ from agentrl.tools.retrieval import BM25Retriever
 found = BM25Retriever([Passage("1", "", "a river"), Passage("2", "", "a hill")]).search(["river"], 1)
 print([p.id for p in found[0]], "jax" in sys.modules, "bm25s" in sys.modules)
 import jax
+BM25Retriever([Passage("1", "", "a river")])
+assert sys.modules["jax"] is jax
 """
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)

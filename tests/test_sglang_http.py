@@ -1,6 +1,7 @@
 """The SGLang client, the fleet and the launcher against a scripted HTTP server: what needs no SGLang."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -104,6 +105,17 @@ async def test_a_kept_connection_that_was_closed_is_asked_again_once(engine, dou
     with pytest.raises(EngineFailure) as e:
         await engine.generate([1], FIVE, session="a")
     assert e.value.cause == "engine: connection lost"
+
+
+@pytest.mark.parametrize(("given", "model", "least"), [(None, 512, 256), (None, 128, 128), (64, 128, 64)])
+async def test_the_context_length_is_the_least_that_is_known(double, tmp_path, given, model, least):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": model}))
+    engine = SGLangEngine(double.address, model_dir=tmp_path, context_length=given)
+    await engine.start()
+    (tmp_path / "config.json").unlink()  # read once
+    assert (engine.context_length, engine.vocab_size) == (least, 50)
+    assert (await engine.health()).context_length == least
+    await engine.close()
 
 
 async def test_a_fresh_connection_is_not_asked_again(double):
@@ -712,12 +724,11 @@ def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
     assert gpus() == [None, None]
 
 
-@pytest.mark.parametrize(("cards", "known"), [([], {}), ([None], {}), ([(5, 80000)], {"free_mib/rollout": 5})])
-async def test_a_card_that_does_not_say_its_memory_ends_no_sync(monkeypatch, cards, known):
-    monkeypatch.setattr("agentrl.sync.colocated.gpus", lambda: cards)
+@pytest.mark.parametrize(("free", "known"), [(None, {}), (5, {"free_mib/rollout": 5})])
+async def test_the_memory_of_a_stage_is_that_of_this_cycle(free, known):
     sync = ColocatedSync()
     sync.free_mib["rollout"] = 7  # of the cycle before
-    await sync._note("rollout")
+    await sync._note(SimpleNamespace(free_mib=lambda: free), "rollout")
     assert sync.memory() == known
     sync.close()
 

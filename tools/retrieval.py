@@ -11,12 +11,15 @@ import importlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.envs.factbook import Passage
 from agentrl.errors import DataError, InfraError
+
+_IMPORT = threading.Lock()
 
 
 class Retriever(Protocol):
@@ -108,14 +111,14 @@ class BM25Retriever:
 
 def _bm25s() -> Any:
     """bm25s without JAX, which it would start at its import: in every process that searches, on the card that engine and trainer need."""
-    kept = sys.modules.get("jax")
-    sys.modules["jax"] = None  # type: ignore[assignment]  # an import of it raises ImportError
-    try:
-        return importlib.import_module("bm25s")
-    finally:
-        sys.modules.pop("jax", None)
-        if kept is not None:
-            sys.modules["jax"] = kept
+    with _IMPORT:
+        if "bm25s" in sys.modules or "jax" in sys.modules:  # it is too late, or the user's own choice
+            return importlib.import_module("bm25s")
+        sys.modules["jax"] = None  # type: ignore[assignment]  # an import of it raises ImportError
+        try:
+            return importlib.import_module("bm25s")
+        finally:
+            del sys.modules["jax"]
 
 
 class DenseRetriever:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config.settings import Config
 
 
-def anchor(config: Config) -> Config:
-    """The same settings; every path in them that exists, seen from here, is absolute. Arguments of environments stay as they are."""
+def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
+    """The same settings, with paths that exist, seen from here, made absolute: of the model (unless it is an `embedded` one's name), of code,
+    data and SGLang's Python. What environments, Megatron and SGLang's servers are given stays as it is.
+    """
     model, env, data, engine = config.model, config.env, config.data, config.engine
     sets = [_data(x) if i % 2 else x for i, x in enumerate(config.eval.eval_prompt_data)]
     return replace(
         config,
-        model=replace(model, hf_checkpoint=_path(model.hf_checkpoint)),
+        model=model if model.hf_checkpoint in embedded else replace(model, hf_checkpoint=_path(model.hf_checkpoint)),
         env=replace(
             env,
             env=_code(env.env),
@@ -27,20 +30,22 @@ def anchor(config: Config) -> Config:
         engine=replace(
             engine,
             engine_python=engine.engine_python and _path(engine.engine_python),
-            engine_pythonpath=engine.engine_pythonpath and _path(engine.engine_pythonpath),
+            engine_pythonpath=engine.engine_pythonpath and _path(engine.engine_pythonpath, ":"),
             update_weight_disk_dir=engine.update_weight_disk_dir and _path(engine.update_weight_disk_dir),
         ),
     )
 
 
-def _path(text: str) -> str:
-    return str(Path(text).absolute()) if Path(text).exists() else text
+def _path(text: str, apart: str = "") -> str:
+    """`text`, unless the path would hold a character that would set it apart from something."""
+    whole = str(Path(text).absolute())
+    return whole if text and Path(text).exists() and not any(c in whole for c in apart) else text
 
 
 def _code(text: str) -> str:
     """`file.py`, and what is in it and its weight."""
     file = re.match(r"[^:=]*\.py(?=[:=]|$)", text)
-    return _path(file[0]) + text[file.end() :] if file else text
+    return _path(file[0], ":=") + text[file.end() :] if file else text
 
 
 def _data(text: str) -> str:

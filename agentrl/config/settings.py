@@ -128,7 +128,8 @@ class RolloutSettings:
     min_group_size: int = 2
     """smaller groups are dropped"""
     max_failure_share: float = 0.5
-    """of episodes, lost after all their attempts; above it the run stops with the table of causes"""
+    """of episodes, lost after all their attempts; above it, once more than 8 are lost, the run stops with the table of causes, and below 1 also
+    when no group is left"""
 
 
 @dataclass(frozen=True)

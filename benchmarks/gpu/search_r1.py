@@ -14,14 +14,16 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 from sglang_cycle import FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -35,35 +37,34 @@ TRAIN = (
 )
 
 
-def run(words: list[str]) -> float:
-    """Run a command to its end; seconds."""
+def run(words: list[str], meanwhile: Callable[[int], None] = lambda pid: None) -> float:
+    """Run a command to its end; seconds. `meanwhile` is given its process id, in a thread, and has to come to an end too."""
     print("$", *words, flush=True)
     started = time.perf_counter()
-    subprocess.run(words, check=True, cwd=ROOT)
+    with ThreadPoolExecutor(1) as pool, subprocess.Popen(words, cwd=ROOT) as process:
+        other = pool.submit(meanwhile, process.pid)
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, words)
+    other.result()
     return time.perf_counter() - started
 
 
-def kill_server(metrics: Path, step: int, into_s: float = 1.0) -> None:
-    """SIGKILL for the server's first process, `into_s` into the rollout that follows a step."""
+def kill_server(metrics: Path, step: int, job: int, into_s: float = 1.0) -> None:
+    """SIGKILL for the server that a job has started, `into_s` into the rollout that follows a step."""
     while reached(metrics) < step:
+        if not psutil.pid_exists(job) or psutil.Process(job).status() == psutil.STATUS_ZOMBIE:
+            raise RuntimeError(f"the run ended before step {step}: no server was killed")
         time.sleep(0.1)
     time.sleep(into_s)
-    first = min(int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_server(p))
-    print(f"kill -9 {first}, the server, after step {step}", flush=True)
-    os.kill(first, signal.SIGKILL)
+    server = next(p for p in psutil.Process(job).children() if "sglang.launch_server" in p.cmdline())
+    print(f"kill -9 {server.pid}, the server, after step {step}", flush=True)
+    server.kill()
 
 
 def reached(metrics: Path) -> int:
     """The last step in a file of metrics."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     return max((json.loads(line).get("policy_version", 0) for line in lines if line.endswith("\n")), default=0)
-
-
-def is_server(cmdline: Path) -> bool:
-    try:
-        return b"sglang.launch_server" in cmdline.read_bytes()
-    except OSError:  # it has ended
-        return False
 
 
 def agentrl(*words: str) -> list[str]:
@@ -138,11 +139,9 @@ def main() -> None:
         flags += ["--engine-pythonpath", args.engine_pythonpath]
     for name, value in {**FLAGS, "mem_fraction_static": 0.4}.items():
         flags += [f"--sglang-{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    if args.kill_after:
-        kill = threading.Thread(target=kill_server, args=(learned / "metrics.jsonl", args.kill_after), daemon=True)
-        kill.start()
+    kill = partial(kill_server, learned / "metrics.jsonl", args.kill_after) if args.kill_after else lambda pid: None
     try:
-        seconds["train"] = run(agentrl("train", *TRAIN.split(), *flags))
+        seconds["train"] = run(agentrl("train", *TRAIN.split(), *flags), kill)
     finally:
         for name in ("metrics.jsonl", "timings.jsonl", "summary.json", "curve.png"):
             if (learned / name).exists():
