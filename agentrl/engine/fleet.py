@@ -346,7 +346,7 @@ class Fleet:
         """Have every member read a folder; those that fail are taken down, and one must have them."""
 
         async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
-            return await _failures(engines, lambda e: e.update_weights(weights, policy_version))
+            return await failures_of(engines, lambda e: e.update_weights(weights, policy_version))
 
         await self.transfer(send, policy_version)
 
@@ -396,13 +396,15 @@ class Fleet:
                 self._down(m, as_failure(failed[m.engine.address]))
 
     async def _on_each(self, members: Sequence[Member], what: Callable[[SGLangEngine], Awaitable[Any]]) -> None:
-        failed = await _failures([m.engine for m in members], what)
+        failed = await failures_of([m.engine for m in members], what)
         for m in members:
             if m.engine.address in failed:
                 self._down(m, as_failure(failed[m.engine.address]))
 
 
-async def _failures(engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]) -> dict[str, str]:
+async def failures_of(
+    engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]
+) -> dict[str, str]:
     """Do it on all at once; what failed, by address."""
     found = await asyncio.gather(*(what(e) for e in engines), return_exceptions=True)
     failed = {}

@@ -6,14 +6,13 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
-from agentrl.engine.fleet import Fleet, as_failure
+from agentrl.engine.fleet import Fleet, as_failure, failures_of
 from agentrl.engine.sglang import SGLangEngine
-from agentrl.errors import EngineFailure
 from agentrl.sync.verify import Expected, compare, expect, probe_ids
 from agentrl.train.base import Trainer
 
@@ -135,13 +134,8 @@ class Clock:
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._started
 
 
-async def on_each(engines: Sequence[SGLangEngine], failed: dict[str, str], what: Any) -> None:
+async def on_each(
+    engines: Sequence[SGLangEngine], failed: dict[str, str], what: Callable[[SGLangEngine], Awaitable[Any]]
+) -> None:
     """Do something on all engines that have not failed, at once; failures are added to `failed`."""
-    left = [e for e in engines if e.address not in failed]
-    for engine, result in zip(
-        left, await asyncio.gather(*(what(e) for e in left), return_exceptions=True), strict=True
-    ):
-        if isinstance(result, EngineFailure):
-            failed[engine.address] = f"{result.cause}\n{result}"
-        elif isinstance(result, BaseException):
-            raise result
+    failed.update(await failures_of([e for e in engines if e.address not in failed], what))
