@@ -16,7 +16,11 @@ from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
 _SHOWN = 300
 """characters of a failure's detail in the table"""
 _FEW = 8
-"""lost episodes that stop no rollout of which something is left, whatever their share"""
+"""lost episodes that stop no rollout of which something is left"""
+_WAVES = 2
+"""times `concurrency`: more attempts that fail one after another stop it (a server that dies fails all it has, which is one) …"""
+_ROW = 16
+"""… if they are more than this"""
 _GC_OBJECTS = 100_000
 """new objects between two collections while episodes run"""
 
@@ -114,8 +118,9 @@ class RolloutLimits:
     min_group_size: int = 2
     """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
     max_failure_share: float = 0.5
-    """of episodes begun, lost after all their attempts; above it the rollout stops, once more than 8 are lost, and below 1 also when no group is
-    left. Attempts are not what is counted: one server that dies fails every episode it had, and the next attempts do well"""
+    """of episodes begun, lost after all their attempts; above it the rollout stops, once more than 8 are lost. Attempts are not what is counted:
+    one server that dies fails every episode it had, and the next attempts do well. Below 1 the rollout stops also if no group is left, or if
+    twice as many attempts as `concurrency` fail one after another"""
 
 
 Progress = Callable[[Trajectory], None]
@@ -141,6 +146,8 @@ class _Account:
         self.begun = 0
         self.lost = 0
         """of those begun, failed in every attempt"""
+        self.in_a_row = 0
+        """attempts that failed since the last that did not"""
         self._waiting = 0
         self._begun = asyncio.Event()
 
@@ -173,7 +180,7 @@ class Rollout:
         again of those whose group's reward failed. `groups` is gone through as places become free.
 
         Raises:
-            TooManyFailuresError: more than `max_failure_share` of the episodes were lost and they were many, or nothing is left.
+            TooManyFailuresError: more than `max_failure_share` of the episodes were lost, or nothing works (see `RolloutLimits`).
             UsageError: user code broke its contract; every other episode is closed first.
         """
         account = _Account(progress)
@@ -188,7 +195,7 @@ class Rollout:
             raise _first(e) from None  # the first error alone, not a group of what followed from it
         done = [g for t in running if (g := t.result()) is not None]
         if not done and account.lost and self.limits.max_failure_share < 1:
-            raise self._too_many(account)
+            raise _too_many(account, "and no group is left")
         return done, account.table
 
     async def _group(self, specs: Sequence[EpisodeSpec], account: _Account) -> Group | None:
@@ -216,42 +223,46 @@ class Rollout:
                     account.table.recount(t, lost)
                     account.progress(lost)
         account.table.dropped_groups += 1
-        self._lose(account, len(members))
+        self._check(account, lost=len(members))
         return None
 
     async def _episode(self, spec: EpisodeSpec, account: _Account) -> Trajectory | None:
-        """One episode with its retries, which keep its place: what never works shows before everything else was tried; None if it is lost."""
-        async with self._slots:
-            account.begin()
-            while True:
+        """One episode with its retries, each behind those that wait; None if it is lost."""
+        first = True
+        while True:
+            async with self._slots:
+                if first:
+                    account.begin()
+                    first = False
                 trajectory = await self.runner.run(spec)
-                account.table.add(trajectory)
-                account.progress(trajectory)
-                if trajectory.status not in (Status.FAILED, Status.ABORTED):
-                    return trajectory
-                if spec.attempt >= self.limits.max_retries:
-                    break
-                account.table.retried += 1
-                spec = replace(spec, attempt=spec.attempt + 1)
-        self._lose(account, 1)
-        return None
+            account.table.add(trajectory)
+            account.progress(trajectory)
+            if trajectory.status not in (Status.FAILED, Status.ABORTED):
+                account.in_a_row = 0
+                return trajectory
+            account.in_a_row += 1
+            last = spec.attempt >= self.limits.max_retries
+            self._check(account, lost=int(last))
+            if last:
+                return None
+            account.table.retried += 1
+            spec = replace(spec, attempt=spec.attempt + 1)
 
-    def _lose(self, account: _Account, episodes: int) -> None:
-        account.lost += episodes
-        if account.lost > _FEW and account.lost > self.limits.max_failure_share * account.begun:
-            raise self._too_many(account)
+    def _check(self, account: _Account, lost: int) -> None:
+        """After an attempt that failed: `lost` more episodes have no further one."""
+        account.lost += lost
+        share = self.limits.max_failure_share
+        if account.lost > _FEW and account.lost > share * account.begun:
+            raise _too_many(account, f"more than max_failure_share {share:g} allows")
+        if share < 1 and account.in_a_row > max(_ROW, _WAVES * self.limits.concurrency):
+            raise _too_many(account, f"the last {account.in_a_row} of them one after another")
 
-    def _too_many(self, account: _Account) -> TooManyFailuresError:
-        table, share = account.table, self.limits.max_failure_share
-        why = (
-            f"more than max_failure_share {share:g} allows"
-            if account.lost > share * account.begun
-            else "and no group is left"
-        )
-        return TooManyFailuresError(
-            f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), {why}; "
-            f"the causes:\n{table}"
-        )
+
+def _too_many(account: _Account, why: str) -> TooManyFailuresError:
+    table = account.table
+    return TooManyFailuresError(
+        f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), {why}; the causes:\n{table}"
+    )
 
 
 class _FewerCollections:

@@ -129,7 +129,7 @@ class RolloutSettings:
     """smaller groups are dropped"""
     max_failure_share: float = 0.5
     """of episodes, lost after all their attempts; above it, once more than 8 are lost, the run stops with the table of causes, and below 1 also
-    when no group is left"""
+    when no group is left or nothing works any more (twice as many failures in a row as `concurrency`)"""
 
 
 @dataclass(frozen=True)
