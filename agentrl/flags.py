@@ -44,6 +44,8 @@ REFUSED = {
 """slime's flags that are not taken, and what to use"""
 
 
+_hints = functools.cache(typing.get_type_hints)
+"""of a section, once: every command has all sections"""
 _TRUTH = frozenset("true false yes no on off t f y n 1 0".split())
 
 
@@ -52,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_settings=True)
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         docs = field_docs(cls)
         for f in fields(cls):
             kind = hints[f.name]
@@ -85,9 +87,7 @@ def with_truth(words: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _yes_or_no() -> frozenset[str]:
-    return frozenset(
-        _flag(f.name) for cls in SECTIONS.values() for f in fields(cls) if typing.get_type_hints(cls)[f.name] is bool
-    )
+    return frozenset(_flag(name) for cls in SECTIONS.values() for name, kind in _hints(cls).items() if kind is bool)
 
 
 def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:

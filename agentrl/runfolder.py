@@ -184,11 +184,9 @@ def last_checkpoint(path: Path, config: Config) -> tuple[Path | None, dict[str, 
         StoreError: it is no training run.
         ConfigError: it cannot go on, or not to where the settings say.
     """
-    require_run(path)
-    found = checkpoints(path)
-    if not found:
+    last, state = _last(path)
+    if last is None:
         return None, {}
-    state: dict[str, Any] = orjson.loads((found[-1] / "state.json").read_bytes())
     if state.get("recorded"):
         raise ConfigError(
             f"{path} was made by --train-only and has no rollouts of its own to go on with; begin a new run"
@@ -197,14 +195,19 @@ def last_checkpoint(path: Path, config: Config) -> tuple[Path | None, dict[str, 
         raise ConfigError(
             f"{path} has done {state['step']} rollouts; --num-rollout {config.rollout.num_rollout} is fewer; give at least as many"
         )
-    return found[-1], state
+    return last, state
+
+
+def _last(path: Path) -> tuple[Path | None, dict[str, Any]]:
+    """A training run's last checkpoint and its state, if it has one yet."""
+    found = checkpoints(require_run(path))
+    return (found[-1], orjson.loads((found[-1] / "state.json").read_bytes())) if found else (None, {})
 
 
 def _goes_on(path: Path) -> bool:
     """A training run with rollouts of its own."""
     try:
-        require_run(path)
-        return not any(orjson.loads((c / "state.json").read_bytes()).get("recorded") for c in checkpoints(path)[-1:])
+        return not _last(path)[1].get("recorded")
     except (StoreError, ValueError):  # none, or a damaged one
         return False
 

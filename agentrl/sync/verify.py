@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.engine.fleet import Fleet
+from agentrl.engine.fleet import Fleet, failures_of
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Row
@@ -61,17 +61,13 @@ async def expect(trainer: Any, fleet: Fleet, probe: Sequence[int]) -> Expected:
 
 async def compare(engines: Sequence[SGLangEngine], expected: Expected) -> tuple[dict[str, str], float | None]:
     """Engines whose weights are others, with the reason, and the largest difference of a log-prob."""
-    found = await asyncio.gather(*(_one(e, expected) for e in engines), return_exceptions=True)
-    failed: dict[str, str] = {}
-    largest: float | None = None
-    for engine, result in zip(engines, found, strict=True):
-        if isinstance(result, EngineFailure):
-            failed[engine.address] = f"{result.cause}\n{result}"
-        elif isinstance(result, BaseException):
-            raise result
-        else:
-            largest = max(largest or 0.0, result)
-    return failed, largest
+    differences: list[float] = []
+
+    async def check(engine: SGLangEngine) -> None:
+        differences.append(await _one(engine, expected))
+
+    failed = await failures_of(engines, check)
+    return failed, max(differences, default=None)
 
 
 async def _one(engine: SGLangEngine, expected: Expected) -> float:
