@@ -11,8 +11,9 @@ RANK = """
 import os, subprocess, sys
 from agentrl.train import worker
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])  # as megatron keeps one
+controller = os.getppid()  # before it can be gone
 print(os.getpid(), helper.pid, flush=True)
-worker._watch_parent(os.getppid())
+worker._watch_parent(controller)
 """
 CONTROLLER = """
 import subprocess, sys
