@@ -1,8 +1,8 @@
 """What every engine must do, as a class that a test of one engine inherits.
 
 The subclass gives a fixture `engine` (started, closed by the fixture), `context` (ids it can continue; it answers with at least
-6 tokens when nothing stops it and end tokens are ignored), and `slow` (a started engine whose answer to `context` takes at least
-50 ms at max_new_tokens=LONG, so that requests can be caught in flight).
+6 tokens when nothing stops it and end tokens are ignored), and `slow` (a started engine whose answer to `context` takes some
+tenths of a second at max_new_tokens=LONG, so that requests can be caught in flight).
 """
 
 import asyncio

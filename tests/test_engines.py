@@ -34,7 +34,7 @@ class TestScripted(EngineContract):
 
     @pytest.fixture
     def slow(self):
-        return ScriptedEngine(random_policy(range(100), mean_length=10**9), context_length=400, delay_s=0.06)
+        return ScriptedEngine(random_policy(range(100), mean_length=10**9), context_length=400, delay_s=0.5)
 
     async def test_texts_in_turn_and_what_it_was_asked(self):
         engine = ScriptedEngine(["ab", [7, 7]], encode=encode, end_id=2)

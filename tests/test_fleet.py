@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from doubles import weights
+from doubles import until, weights
 from sglang_double import Double
 
 from agentrl.engine import fleet as fleets
@@ -62,12 +62,6 @@ def manifest(tmp_path):
 
 def ask(fleet, session="a"):
     return fleet.generate([1], FIVE, session=session)
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 # -- hanging -------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError as FuturesCancelledError
 from functools import partial
 
 import pytest
+from doubles import until
 
 from agentrl import pool as pool_module
 from agentrl.errors import InfraError
@@ -42,12 +43,6 @@ def gate():
     made = Gate()
     yield made
     made.open.set()
-
-
-async def until(condition):
-    async with asyncio.timeout(SOON_S):
-        while not condition():  # noqa: ASYNC110  what is awaited is a thread
-            await asyncio.sleep(0.005)
 
 
 async def test_sync_and_async_calls(pool):
@@ -106,8 +101,8 @@ async def test_time_starts_when_the_call_does(gate):
     pool = Pool("test", threads=1)
     first = asyncio.create_task(pool.call(gate, timeout_s=SOON_S))
     await asyncio.to_thread(gate.entered.acquire)
-    second = asyncio.create_task(pool.call(lambda: "done", timeout_s=0.2))
-    await asyncio.sleep(0.3)
+    second = asyncio.create_task(pool.call(lambda: "done", timeout_s=1.0))
+    await asyncio.sleep(1.1)
     gate.open.set()
     assert await first is None
     assert await second == "done"

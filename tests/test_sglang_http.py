@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doubles import weights
+from doubles import until, weights
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
@@ -179,9 +179,9 @@ async def test_paused_engines_are_asked_nothing(engine, double):
 
 
 async def test_requests_without_tokens_start_over_with_new_weights(engine, double, manifest):
-    double.delay_s = 2
+    double.delay_s = 60
     task = asyncio.create_task(engine.generate([1], FIVE, session="a"))
-    await asyncio.sleep(0.05)
+    await until(lambda: double.bodies)
     await engine.update_weights(manifest, 3)
     double.delay_s = 0
     g = await task
@@ -190,9 +190,9 @@ async def test_requests_without_tokens_start_over_with_new_weights(engine, doubl
 
 
 async def test_abort_is_at_once(engine, double):
-    double.delay_s = 5
+    double.delay_s = 60
     tasks = [asyncio.create_task(engine.generate([1], FIVE, session=s)) for s in "ab"]
-    await asyncio.sleep(0.05)
+    await until(lambda: len(double.bodies) == 2)
     await engine.abort("a")
     with pytest.raises(EngineAbort):
         await tasks[0]
@@ -301,10 +301,7 @@ async def test_a_server_that_came_back_with_old_weights_is_given_new_ones(fleet,
     failed = [a for a in answers if isinstance(a, EngineFailure)]
     assert {f.cause for f in failed} == {"engine: old weights"}
     assert fleet.causes == {"engine: old weights": 1}
-    for _ in range(40):
-        if all(m.state == "ready" for m in fleet.members):
-            break
-        await asyncio.sleep(0.1)
+    await until(lambda: all(m.state == "ready" for m in fleet.members))
     assert doubles[0].weight_version == "2"
     assert {(await ask(fleet, s)).policy_version for s in "abcd"} == {2}
 
@@ -379,10 +376,7 @@ async def test_stop_ends_the_whole_tree(tmp_path):
     server = process(tmp_path, 1, child)
     server.start()
     pid = server.process.pid
-    for _ in range(100):
-        if len(session_members(pid)) == 2:
-            break
-        await asyncio.sleep(0.05)
+    await until(lambda: len(session_members(pid)) == 2)
     await server.stop()
     assert not session_members(pid)
     await server.stop()
@@ -396,10 +390,7 @@ async def stubborn(tmp_path):
     )
     server = process(tmp_path, 1, code)
     server.start()
-    for _ in range(500):
-        if "deaf" in server.tail():
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: "deaf" in server.tail())
     yield server
     for pid in session_members(server.process.pid) if server.process else ():
         os.kill(pid, signal.SIGKILL)
@@ -842,7 +833,7 @@ class TestFleet(EngineContract):
     @pytest.fixture
     def slow(self, engine, servers):
         for server in servers:
-            server.delay_s = 0.1
+            server.delay_s = 0.5
         return engine
 
     @pytest.fixture

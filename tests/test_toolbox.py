@@ -389,12 +389,9 @@ class TestTime:
 
         tools = specs(slow, quick)
         waiting = [asyncio.create_task(toolbox.execute(tools, Action("x", (call("slow"),)))) for _ in range(50)]
-        await asyncio.sleep(0.05)
-        started = time.perf_counter()
         for _ in range(20):
-            action = await toolbox.execute(tools, Action("x", (call("quick"),)))
+            action = await asyncio.wait_for(toolbox.execute(tools, Action("x", (call("quick"),))), SOON_S)
             assert action.results[0].content == "quick"
-        assert time.perf_counter() - started < 1.0
         assert not any(w.done() for w in waiting)
         gate.set()
         assert {(await w).results[0].content for w in waiting} == {"slow"}
@@ -430,14 +427,14 @@ class TestTime:
         assert toolbox.counts["limited"]["calls"] == 20
 
     async def test_waiting_for_a_place_is_not_a_timeout(self, toolbox):
-        @tool(max_concurrency=1, timeout_s=0.5)
+        @tool(max_concurrency=1, timeout_s=1.0)
         def work():
             time.sleep(0.1)
             return "done"
 
         tools = specs(work)
-        actions = await asyncio.gather(*(toolbox.execute(tools, Action("x", (call("work"),))) for _ in range(8)))
-        assert [a.results[0].content for a in actions] == ["done"] * 8
+        actions = await asyncio.gather(*(toolbox.execute(tools, Action("x", (call("work"),))) for _ in range(15)))
+        assert [a.results[0].content for a in actions] == ["done"] * 15
 
     async def test_a_cancelled_episode_gives_its_places_back(self, toolbox):
         @tool(max_concurrency=1)
