@@ -5,28 +5,25 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agentrl.config import Config, EngineSettings
-from agentrl.data.files import load_tasks
+from agentrl.data.tasks import TaskSets
 from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang_install import gpus
 from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.episode import EpisodeRunner, Limits
-from agentrl.errors import ConfigError, ContractError, DataError, EnvFailure, TemplateError, UsageError, boundary
+from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
 from agentrl.instance import Pools
 from agentrl.models import model_folder
 from agentrl.pool import Pool
-from agentrl.registry import raised
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -37,14 +34,10 @@ from agentrl.runners import RunnerProcesses
 from agentrl.tool import tool_names
 from agentrl.toolbox import Keep
 from agentrl.train.rows import NO_IMAGES
-from agentrl.types import Task
 
 if TYPE_CHECKING:
     from agentrl.engine.choose import ServerPlan
     from agentrl.sync.base import WeightSync
-
-MOST_TASKS = 10_000_000
-"""of an environment's own, where no limit is given: one may yield them without end"""
 
 
 class Parts:
@@ -73,9 +66,9 @@ class Parts:
             images=images_of_model(self.folder, self.tokenizer.added),
             **config.model.template_args,
         )
-        self._known_roles: set[str] = set()
         self._pools: Pools | None = None
         self._check_conversation()
+        self.tasks = TaskSets(config, self.env_class, self.renderer)
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
@@ -244,30 +237,6 @@ class Parts:
             threads=c.engine.threads,
         )
 
-    def tasks(self, split: str) -> list[Task]:
-        """The training tasks: `--prompt-data`, else the environment's own of this split.
-
-        Raises:
-            DataError: none, too many, or one the environment refuses.
-            ContractError: the environment yields something else.
-        """
-        data = self.config.data
-        if data.prompt_data:
-            return self._file_tasks(data.prompt_data)[: data.data_limit]
-        return self._own_tasks(split, data.data_limit)
-
-    def eval_sets(self) -> dict[str, list[Task]]:
-        """Evaluation sets by name: `--eval-prompt-data`, else, unless there is `--prompt-data`, the environment's split 'test' if it has one."""
-        settings = self.config.eval
-        pairs: Sequence[str] = settings.eval_prompt_data
-        if pairs:
-            sets = {pairs[i]: self._file_tasks(pairs[i + 1]) for i in range(0, len(pairs), 2)}
-        elif self.config.data.prompt_data:
-            return {}
-        else:
-            sets = {"test": self._own_tasks("test", settings.eval_limit)}
-        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
-
     def close(self) -> None:
         """Let pools end."""
         self.scorer.close()
@@ -291,42 +260,6 @@ class Parts:
                 f"{self.folder}: its chat template leaves tools out, so the policy would never hear of {', '.join(tools)} of environment "
                 f"{env.label()}; describe them in its system_prompt or, if other prompts of it do, set shows_tools = True"
             )
-
-    def _check_task(self, task: Task) -> None:
-        """The environment's own check, and whether the template knows the roles of a prompt that goes in as it is."""
-        self.env_class.check_task(task)
-        if self.env_class.reset is Env.reset:
-            unknown = {m["role"] for m in task.messages} - {"user", "assistant", "tool", *self._known_roles}
-            self.renderer.check(sorted(unknown))
-            self._known_roles |= unknown
-
-    def _file_tasks(self, spec: str) -> list[Task]:
-        data = self.config.data
-        return load_tasks(
-            spec,
-            input_key=data.input_key or self.env_class.input_key,
-            label_key=data.label_key or self.env_class.label_key,
-            check=self._check_task,
-        )
-
-    def _own_tasks(self, split: str, limit: int | None) -> list[Task]:
-        tasks: list[Task] = []
-        for task in islice(_tasks_of(self.env_class, split), limit):
-            if limit is None and len(tasks) == MOST_TASKS:
-                raise DataError(
-                    f"{self.env_class.label()}.tasks({split!r}) yields more than {MOST_TASKS} tasks, perhaps without end; say how many "
-                    f"to take: --data-limit N to train on, --eval-limit N to evaluate on"
-                )
-            if not isinstance(task, Task):
-                raise ContractError(
-                    f"{self.env_class.label()}.tasks({split!r}) must yield agentrl.Task, found {type(task).__name__}: {task!r:.80}"
-                )
-            try:
-                self._check_task(task)
-            except UsageError as e:
-                raise DataError(f"{self.env_class.label()}, split {split}, task {task.id}: {e}") from e
-            tasks.append(task)
-        return tasks
 
     def _servers(self) -> ServerPlan | None:
         """Of `--engine sglang`, checked."""
@@ -389,17 +322,3 @@ def _day(text: str | None) -> datetime.datetime | None:
         return datetime.datetime.fromisoformat(text) if text else None
     except ValueError as e:
         raise ConfigError(f"--date must be YYYY-MM-DD, found {text!r}") from e
-
-
-def _tasks_of(env: type[Env], split: str) -> Iterator[Any]:
-    """What the environment yields; what it raises is its contract broken."""
-    call = f"{env.label()}.tasks({split!r})"
-    try:
-        found = env.tasks(split)
-        if not isinstance(found, Iterable):
-            raise ContractError(f"{call} must return an iterable of agentrl.Task, found {found!r:.80}")
-        yield from found
-    except UsageError:
-        raise
-    except Exception as e:  # user code may raise anything
-        raise ContractError(f"{call} raised: {raised(e, sys.modules[env.__module__].__file__ or '')}") from e

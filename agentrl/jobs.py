@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.assemble import Parts
+from agentrl.collect import Collected
 from agentrl.config import Config
 from agentrl.errors import DataError
 from agentrl.loop import Job, Print
@@ -77,10 +78,10 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     try:
         job.trainer = await asyncio.to_thread(job.parts.trainer, job.folder.path, reference=config.train.use_kl_loss)
         for step, entries in enumerate(rollouts):
-            groups, table, violations = _read(job, recording, entries, step)
-            job.row, job.seconds = rollout_metrics(groups, table, violations), {}
-            job.report.count(groups, table, violations)
-            await job.optimize(groups)
+            found = _read(job, recording, entries, step)
+            job.row, job.seconds = rollout_metrics(*found), {}
+            job.report.count(*found)
+            await job.optimize(found.groups)
             job.record(step)
         await job.save(len(rollouts), recorded=True)
         await job.finish()
@@ -100,8 +101,8 @@ def recorded_rollouts(recording: Recording, batch: int) -> Iterator[list[Entry]]
     yield from steps.values()
 
 
-def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> tuple[list[Group], CauseTable, int]:
-    """The groups that stand, what became of all episodes, and their exactness violations; all go into the new run's record."""
+def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> Collected:
+    """A recorded rollout; all its episodes go into the new run's record."""
     table, violations = CauseTable(), 0
     members: dict[int, list[Trajectory]] = {}
     for record in recording.records(entries):
@@ -111,4 +112,4 @@ def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> tu
         job.folder.episodes.write(t, step=step, split="train", config=record.get("config"))
         if t.status not in (Status.FAILED, Status.ABORTED):
             members.setdefault(t.group_index, []).append(t)
-    return [Group(g, ts[0].task, tuple(ts)) for g, ts in members.items()], table, violations
+    return Collected([Group(g, ts[0].task, tuple(ts)) for g, ts in members.items()], table, violations)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from agentrl import __version__
-from agentrl.advantage import group_advantages
 from agentrl.assemble import Parts
+from agentrl.collect import Collector, Policy
 from agentrl.config import Config
 from agentrl.data.source import DataSource
 from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError, DataError
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
-from agentrl.rollout import CauseTable, Rollout, Runner
-from agentrl.runfolder import RunFolder, last_checkpoint, settings_fingerprint
-from agentrl.samples import Sample, to_samples
+from agentrl.runfolder import RunFolder, last_checkpoint
 from agentrl.seeds import derive_seed
-from agentrl.store import Recording, exactness_violations
-from agentrl.train.base import LossConfig, Row
+from agentrl.steps import learning_rate, loss_config, step_rows, with_log_probs
+from agentrl.store import Recording
 from agentrl.train.fed import step_record
-from agentrl.train.rows import make_rows, split_steps, trained_rows
-from agentrl.types import EpisodeSpec, Group, Trajectory
+from agentrl.types import EpisodeSpec, Group
 
 Print = Callable[[str], None]
 
@@ -76,13 +71,13 @@ class Job:
         self.config = config = parts.config
         self.out = out
         self.parts = parts
-        self.eval_sets = self.parts.eval_sets() if config.eval.eval_interval else {}
+        self.eval_sets = parts.tasks.evaluation() if config.eval.eval_interval else {}
         if evaluates and not self.eval_sets:
             raise DataError(
                 f"{self.parts.env_class.label()} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
             )
         self.source = DataSource(
-            self.parts.tasks("train"),
+            parts.tasks.training(),
             n_samples_per_prompt=config.rollout.n_samples_per_prompt,
             seed=config.run.seed,
             shuffle=config.data.rollout_shuffle,
@@ -91,7 +86,6 @@ class Job:
             self.parts.require_trainable()
         else:
             self.parts.require_weights()
-        self.fingerprint = settings_fingerprint(config)
         self.step = 0
         self.policy_version = 0
         self.optimizer_step = 0
@@ -110,7 +104,7 @@ class Job:
                 )
         self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.parts.engine(self.folder.path)
-        self.processes = self.parts.runner_processes(self.engine, out)
+        self.collector = Collector(parts, self.engine, self.folder, self.report, out)
         self.trainer: Any = None
         self.weights = self.parts.weight_sync()
         self.row: dict[str, float] = {}
@@ -149,31 +143,23 @@ class Job:
         """Episodes for this step, recorded in the order of their ordinals."""
         started = time.perf_counter()
         specs = self.source.get_samples(self.config.rollout.rollout_batch_size)
-        groups, table, violations = await self._episodes(
-            specs, self.config.rollout.rollout_temperature, self.config.run.seed, {"step": step, "split": "train"}
-        )
+        policy = Policy(self.policy_version, self.config.rollout.rollout_temperature, self.config.run.seed)
+        found = await self.collector.play(specs, policy, step=step, split="train")
         self.seconds = {"rollout_s": time.perf_counter() - started}
-        self.row = rollout_metrics(groups, table, violations)
-        self.report.count(groups, table, violations)
-        return groups
+        self.row = rollout_metrics(*found)
+        self.report.count(*found)
+        return found.groups
 
     async def optimize(self, groups: Sequence[Group]) -> None:
         """Advantages, rows, and `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
         await self.weights.lend(self.trainer, self.engine)
-        t = self.config.train
-        advantages = group_advantages(groups, t.advantage_estimator, self.config.env.truncated_episodes)
-        samples = [s for g in groups for trajectory in g.trajectories for s in to_samples(trajectory)]
-        lr = learning_rate(self.config, self.step)
-        steps = [
-            rows
-            for part in split_steps(samples, self.config.rollout.num_steps_per_rollout)
-            if (rows := self._rows(part, advantages))
-        ]
-        steps = await self._with_log_probs(steps)
+        lr, loss = learning_rate(self.config, self.step), loss_config(self.config.train)
+        steps = await with_log_probs(
+            self.trainer, step_rows(groups, self.config), reference=self.config.train.use_kl_loss
+        )
         done = []
         for rows in steps:
-            loss = self._loss()
             metrics = await asyncio.to_thread(self.trainer.step, rows, loss, lr)
             self.optimizer_step += 1
             where = {"step": self.step, "optimizer_step": self.optimizer_step, "loss": asdict(loss), "lr": lr}
@@ -213,15 +199,15 @@ class Job:
             k = settings.n_samples_per_eval_prompt
             prefix = f"eval/{name}/{step}/"
             specs = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
-            seed = derive_seed(self.config.run.seed, "eval", name)
-            groups, table, violations = await self._episodes(
-                specs, settings.eval_temperature, seed, {"step": step, "split": f"eval/{name}"}
+            policy = Policy(
+                self.policy_version, settings.eval_temperature, derive_seed(self.config.run.seed, "eval", name)
             )
-            row = eval_metrics(name, groups)
+            found = await self.collector.play(specs, policy, step=step, split=f"eval/{name}")
+            row = eval_metrics(name, found.groups)
             self.folder.metrics.write({"step": step, **row})
             seconds = time.perf_counter() - started
             self.folder.timings.write({"step": step, f"eval/{name}_s": seconds})
-            self.report.count(groups, table, violations)
+            self.report.count(*found)
             self.report.evaluation(step, name, row, seconds)
             self.out(self.report.eval_line(step, name, seconds))
 
@@ -248,8 +234,7 @@ class Job:
 
     async def close(self) -> None:
         """Stop everything; called once, whatever happened."""
-        if self.processes is not None:
-            await self.processes.close()
+        await self.collector.close()
         await self.engine.close()
         if self.trainer is not None:
             await asyncio.to_thread(self.trainer.close)
@@ -271,86 +256,6 @@ class Job:
         return done % self.config.run.save_interval == 0 or done == self.config.rollout.num_rollout
 
     # -- pieces ------------------------------------------------------------------------------------------------------
-
-    async def _episodes(
-        self, specs: Sequence[Sequence[EpisodeSpec]], temperature: float, seed: int, extra: dict[str, Any]
-    ) -> tuple[list[Group], CauseTable, int]:
-        """The groups that stand, what became of all attempts, and the exactness violations in these; every attempt is recorded."""
-        attempts: dict[str, Trajectory] = {}
-        progress = self.report.progress(sum(map(len, specs)), str(extra["split"]))
-
-        def heard(trajectory: Trajectory) -> None:
-            if trajectory.episode_id not in attempts:
-                progress.update()
-            attempts[trajectory.episode_id] = trajectory
-
-        groups: list[Group] = []
-        violations = 0
-        try:
-            async with self._runner(temperature, seed) as runner:
-                groups, table = await Rollout(runner, self.parts.rollout_limits()).run(specs, heard)
-            if self.processes is not None:
-                table.counts.update(self.processes.deaths)
-        finally:
-            progress.close()
-            final = attempts | {t.episode_id: t for g in groups for t in g.trajectories}
-            order = sorted(final.values(), key=lambda t: (t.index, t.attempt))
-            violations = await asyncio.to_thread(self._write, order, extra)
-        return groups, table, violations
-
-    @asynccontextmanager
-    async def _runner(self, temperature: float, seed: int) -> AsyncIterator[Runner]:
-        """In this process, or in several."""
-        keep = self.folder.episodes.outputs.write if self.config.env.keep_whole_outputs else None
-        if self.processes is not None:
-            version = self.policy_version
-            settings = {"temperature": temperature, "seed": seed, "policy_version": version, "keep": keep}
-            async with self.processes.rollout(settings) as remote:
-                yield remote
-            return
-        runner = self.parts.runner(self.engine, temperature=temperature, seed=seed, keep=keep)
-        try:
-            yield runner
-        finally:
-            runner.close()
-
-    def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> int:
-        for t in trajectories:
-            self.folder.episodes.write(t, **extra, config=self.fingerprint)
-        return exactness_violations(trajectories)
-
-    def _rows(self, samples: Sequence[Sample], advantages: dict[str, float]) -> list[Row]:
-        t = self.config.train
-        rows = make_rows(samples, advantages, "token" if t.calculate_per_token_loss else "sequence")
-        return trained_rows(rows, keep_flat=bool(t.kl_loss_coef or t.entropy_coef))
-
-    def _loss(self) -> LossConfig:
-        t = self.config.train
-        return LossConfig(
-            eps_clip=t.eps_clip,
-            eps_clip_high=t.eps_clip_high,
-            eps_clip_c=t.eps_clip_c,
-            kl_loss_coef=t.kl_loss_coef if t.use_kl_loss else 0.0,
-            kl_loss_type=t.kl_loss_type,
-            entropy_coef=t.entropy_coef,
-            use_tis=t.use_tis,
-            tis_threshold=t.tis_threshold,
-        )
-
-    async def _with_log_probs(self, steps: list[list[Row]]) -> list[list[Row]]:
-        """Old log-probs (only where the weights change within the rollout: else the ratio is 1 by definition) and reference log-probs."""
-        t = self.config.train
-        for need, name, reference in ((len(steps) > 1, "old_log_probs", False), (t.use_kl_loss, "ref_log_probs", True)):
-            if need:
-                found = [
-                    await asyncio.to_thread(self.trainer.log_probs, rows, reference=reference, trained_only=True)
-                    for rows in steps
-                ]
-                steps = [
-                    [replace(r, **{name: lp}) for r, lp in zip(rows, lps, strict=True)]
-                    for rows, lps in zip(steps, found, strict=True)
-                ]
-        return steps
 
     def _restore(self, state: dict[str, Any]) -> None:
         if not state:
@@ -376,15 +281,3 @@ def require_groups(config: Config) -> None:
             "--n-samples-per-prompt 1 trains nothing: an episode's advantage is its distance from the others of its group; "
             "give at least 2 (or --kl-loss-coef or --entropy-coef, if only these are meant)"
         )
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Warm-up, then constant, linear or cosine decay to a tenth over `num_rollout`."""
-    t, total = config.train, config.rollout.num_rollout
-    if step < t.lr_warmup_rollouts:
-        return t.lr * (step + 1) / t.lr_warmup_rollouts
-    done = (step - t.lr_warmup_rollouts) / max(1, total - t.lr_warmup_rollouts)
-    factor = {"constant": 1.0, "linear": 1 - 0.9 * done, "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * done))}[
-        t.lr_decay_style
-    ]
-    return t.lr * factor

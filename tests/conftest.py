@@ -89,6 +89,16 @@ _CORPUS = (
 )
 
 
+@pytest.fixture
+async def double():
+    """A scripted HTTP server that stands for SGLang's."""
+    from sglang_double import Double
+
+    server = await Double().start()
+    yield server
+    await server.stop()
+
+
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder that holds a tokenizer and nothing else."""

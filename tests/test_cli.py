@@ -242,14 +242,14 @@ def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch
         "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"
         "    def tasks(cls, split): return (Task(str(i), 'x') for i in count())\n"
     )
-    monkeypatch.setattr("agentrl.assemble.MOST_TASKS", 1000)
+    monkeypatch.setattr("agentrl.data.tasks.MOST_TASKS", 1000)
     words = ["--env", "env.py", "--model", str(model)]
     err = refused(capsys, "train", *words)
     assert (
         "E.tasks('train') yields more than 1000 tasks, perhaps without end; say how many to take: --data-limit N" in err
     )
     parts = Parts(resolve(*make_parser()[0].parse_known_args(["train", *words, "--data-limit", "2000"])))
-    assert (len(parts.tasks("train")), len(parts.eval_sets()["test"])) == (2000, 200)
+    assert (len(parts.tasks.training()), len(parts.tasks.evaluation()["test"])) == (2000, 200)
 
 
 def test_no_such_model(here, capsys):

@@ -12,11 +12,12 @@ from aiohttp import web
 from doubles import until, weights
 from sglang_double import Double
 
-from agentrl.engine import fleet as fleets
+from agentrl.engine import members
 from agentrl.engine.base import SamplingParams
-from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import free_port
+from agentrl.engine.members import Member
 from agentrl.engine.sglang import GIVEN_BACK, SGLangEngine
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.sync import base
@@ -68,7 +69,7 @@ def ask(fleet, session="a"):
 
 
 async def test_a_server_that_hangs_is_found_out_and_its_requests_fail(fleet, doubles, monkeypatch):
-    monkeypatch.setattr(fleets, "SILENT_S", 0.3)
+    monkeypatch.setattr(members, "SILENT_S", 0.3)
     for d in doubles:
         d.delay_s, d.works = 1e6, False
     with pytest.raises(EngineFailure, match="answered nothing for") as e:
@@ -78,7 +79,7 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_fail(fleet, dou
 
 
 async def test_a_long_generation_is_no_hanging(fleet, doubles, monkeypatch):
-    monkeypatch.setattr(fleets, "SILENT_S", 0.1)
+    monkeypatch.setattr(members, "SILENT_S", 0.1)
     for d in doubles:
         d.delay_s = 1.5
     assert (await ask(fleet)).ids
@@ -87,7 +88,7 @@ async def test_a_long_generation_is_no_hanging(fleet, doubles, monkeypatch):
 
 
 async def test_an_idle_server_and_a_paused_one_are_asked_nothing(fleet, doubles, monkeypatch):
-    monkeypatch.setattr(fleets, "SILENT_S", 0.1)
+    monkeypatch.setattr(members, "SILENT_S", 0.1)
     await ask(fleet)
     await fleet.pause()
     waiting = asyncio.create_task(ask(fleet))

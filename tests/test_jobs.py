@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from agentrl.assemble import Parts
 from agentrl.cli import main, make_parser, resolve
 from agentrl.episode import EpisodeRunner
 from agentrl.errors import WorkerError
+from agentrl.loop import Job
 from agentrl.registry import load_file
 from agentrl.render import Tokenizer
 from agentrl.store import EpisodeWriter, read_episodes
@@ -115,7 +117,7 @@ def test_the_examples_command_for_your_data_evaluates(model, says, server, tmp_p
     words += ["--env-arg", f"url={server.url}"]
     says(["<search> Seine </search>", "<answer>Paris</answer>"])
     if command == "train":
-        sets = Parts(resolve(*make_parser()[0].parse_known_args(["train", *words]))).eval_sets()
+        sets = Parts(resolve(*make_parser()[0].parse_known_args(["train", *words]))).tasks.evaluation()
         assert {name: [t.id for t in tasks] for name, tasks in sets.items()} == {"test": ["dev_7", "train_0"]}
         return
     assert main(["eval", *words, "--run", "run"]) == 0
@@ -187,11 +189,18 @@ def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, mo
 
 
 def stop(sign, model, says, capsys, monkeypatch):
-    before = signal.getsignal(sign)
+    before, noticed = signal.getsignal(sign), threading.Event()
+    close = Job.close
 
     def interrupted(*_, **__):
         signal.raise_signal(sign)
+        assert noticed.wait(10)  # else the run may have gone on meanwhile
 
+    def closes(job):
+        noticed.set()
+        return close(job)
+
+    monkeypatch.setattr(Job, "close", closes)
     monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", interrupted)
     says(["<answer>Paris</answer>"])

@@ -9,10 +9,10 @@ from doubles import group_of, trajectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from agentrl.config import Config, build_config
-from agentrl.loop import learning_rate
 from agentrl.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.report import Report
 from agentrl.rollout import CauseTable
+from agentrl.steps import learning_rate
 from agentrl.types import Group, StopReason, Task
 
 CONFIG = build_config({"env": "search_r1", "seed": 3})

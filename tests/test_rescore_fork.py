@@ -262,7 +262,7 @@ async def test_on_the_local_engine_every_fork_with_the_same_seed_is_the_original
     runner = runner_of(parts, "train", engine)
     try:
         await engine.start()
-        tasks = [t for t in parts.tasks("train") if t.metadata["hops"] == 2][:3]
+        tasks = [t for t in parts.tasks.training() if t.metadata["hops"] == 2][:3]
         episodes = [await runner.run(EpisodeSpec(task, n, n)) for n, task in enumerate(tasks)]
         others = 0
         for t in episodes:

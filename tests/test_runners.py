@@ -165,7 +165,7 @@ async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, s
     class Slow:
         def update(self):
             nonlocal behind
-            asked = sum(len(p.asked) for p in job.processes._processes)
+            asked = sum(len(p.asked) for p in job.collector.processes._processes)
             behind = max(behind, asked)
             time.sleep(0.01)  # the controller is slow, the processes are not
 

@@ -11,9 +11,10 @@ from doubles import groups_of, make_runner, weights
 from sglang_double import Double
 
 from agentrl import Env, StepResult
-from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import free_port
+from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.rollout import Rollout, RolloutLimits
 

@@ -12,9 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.config import Config, EngineSettings
-from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
+from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.errors import ConfigError

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
-from agentrl.engine.fleet import Fleet, as_failure, failures_of
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.members import as_failure, failures_of
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.sync.verify import Expected, compare, expect, probe_ids
 from agentrl.train.base import Trainer

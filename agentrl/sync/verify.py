@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.engine.fleet import Fleet, failures_of
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.members import failures_of
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Row

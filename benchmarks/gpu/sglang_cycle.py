@@ -28,9 +28,10 @@ import orjson
 
 from agentrl import Env
 from agentrl.engine.base import Generation, SamplingParams
-from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_install import find_installation
 from agentrl.episode import EpisodeRunner, Limits

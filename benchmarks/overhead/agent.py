@@ -10,7 +10,8 @@ from typing import Any
 
 from agentrl import ToolEnv, Trajectory, reward, tool
 from agentrl.engine.base import Engine, SamplingParams
-from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.episode import EpisodeRunner, Limits
 from agentrl.pool import pure

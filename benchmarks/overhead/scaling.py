@@ -30,7 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.fleet import Fleet, Member
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.episode import EpisodeRunner
 from agentrl.reward import Scorer
