@@ -14,6 +14,7 @@ from agentrl.config import Config
 from agentrl.errors import DataError
 from agentrl.loop import Job, Print
 from agentrl.metrics import rollout_metrics
+from agentrl.names import split_slice
 from agentrl.rollout import CauseTable
 from agentrl.store import Entry, Recording, exactness_violations, from_record
 from agentrl.types import Group, Status, Trajectory
@@ -47,7 +48,7 @@ async def evaluate_only(config: Config, *, out: Print = print) -> dict[str, floa
     """
     given, data = config.eval.eval_prompt_data, config.data.prompt_data
     if data and not given:
-        given = (Path(data.rpartition("@[")[0] or data).stem, data)
+        given = (Path(split_slice(data)[0]).stem, data)
     config = replace(config, eval=replace(config.eval, eval_interval=1, eval_prompt_data=given))
     parts = Parts(config, trains=False)
     await parts.require_env()

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError, UnknownNameError, UsageError, place, suggest
+from agentrl.names import split_object
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class Registry:
             raise ConfigError(f"{self.kind} {entry.name!r}: its entry point {entry.value} is broken: {e}") from e
 
     def _import(self, target: str, asked: str) -> Any:
-        where, _, attribute = target.partition(":")
+        where, attribute = split_object(target)
         if not where.endswith(".py") and not all(map(str.isidentifier, where.split("."))):
             raise ConfigError(
                 f"{self.kind} {asked!r}: expected package.module:Object or file.py:Object, found {where!r} before the ':'"

@@ -17,6 +17,7 @@ from numbers import Real
 from typing import Any, overload
 
 from agentrl.errors import ConfigError, ContractError, RewardFailure, boundary
+from agentrl.names import split_weight
 from agentrl.pool import Pool
 from agentrl.registry import Registry
 from agentrl.types import Trajectory
@@ -85,7 +86,7 @@ def _resolve(item: Any) -> Reward:
     if isinstance(item, Reward):
         return item
     if isinstance(item, str):
-        spec, _, weight = item.partition("=")
+        spec, weight = split_weight(item)
         made = _resolve(REWARDS.resolve(spec))
         try:
             number = float(weight or made.weight)

@@ -27,6 +27,7 @@ import orjson
 
 from agentrl.config import Config, RunSettings
 from agentrl.errors import ConfigError, StoreError
+from agentrl.names import split_object
 from agentrl.store import EpisodeWriter, truncate
 from agentrl.store.lock import hold
 
@@ -214,8 +215,9 @@ def _goes_on(path: Path) -> bool:
 
 def next_free(parent: Path, name: str) -> Path:
     """`parent/NAME-NNN`, the first number not taken."""
-    file = re.fullmatch(r"(.*)\.py(:.*)?", name)
-    stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(file[1]).name + (file[2] or "") if file else name).strip("-")
+    where, attribute = split_object(name)
+    words = f"{Path(where).stem}-{attribute}" if where.endswith(".py") else name
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", words).strip("-")
     number = 1
     while (parent / f"{stem}-{number:03d}").exists():
         number += 1

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml, settings
 from agentrl.config.paths import anchor
 from agentrl.config.rules import _ABOVE, _AT_LEAST
+from agentrl.data.files import load_tasks
+from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.flags import with_truth
+from agentrl.reward import resolve_rewards
 from agentrl.runfolder import next_free
 
 
@@ -230,15 +233,26 @@ def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
     assert anchor(Config()) == Config()
 
 
-@pytest.mark.parametrize("folder", ["lr=0.1", "at 12:30"])
-def test_a_path_that_would_be_read_otherwise_stays_as_it_is(tmp_path, monkeypatch, folder):
-    (tmp_path / folder).mkdir()
-    monkeypatch.chdir(tmp_path / folder)
-    for name in ("mine.py", "q.jsonl"):
-        (tmp_path / folder / name).touch()
-    found = anchor(build_config({"env": "mine.py:Mine", "reward": ["mine.py:right=0.5"], "prompt_data": "q.jsonl"}))
-    assert (found.env.env, found.env.reward) == ("mine.py:Mine", ("mine.py:right=0.5",))
-    assert found.data.prompt_data == f"{tmp_path}/{folder}/q.jsonl"
+@pytest.mark.parametrize("folder", ["lr=0.1", "at 12:30", "a.py", "x.py=1", "y.py:Z=2", "q@[1:2]"])
+def test_a_path_may_hold_what_else_sets_apart(tmp_path, monkeypatch, folder):
+    where = tmp_path / folder
+    where.mkdir()
+    monkeypatch.chdir(where)
+    (where / "mine.py").write_text(
+        "from agentrl import Env\nclass Mine(Env): pass\ndef right(trajectory): return 1.0\n"
+    )
+    (where / "q.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    given = {"env": "mine.py:Mine", "reward": ["mine.py:right=0.5"], "prompt_data": "q.jsonl@[1:]"}
+    found = anchor(build_config(given))
+    assert (found.env.env, found.env.reward) == (f"{where}/mine.py:Mine", (f"{where}/mine.py:right=0.5",))
+    assert found.data.prompt_data == f"{where}/q.jsonl@[1:]"
+    monkeypatch.chdir(tmp_path)
+    assert make_env_class(found.env.env).__name__ == "Mine"
+    (reward,) = resolve_rewards(found.env.reward)
+    assert (reward.name, reward.weight) == ("right", 0.5)
+    tasks = load_tasks(found.data.prompt_data, input_key="prompt", label_key="prompt")
+    assert [t.prompt for t in tasks] == ["b", "c"]
+    assert next_free(tmp_path, found.env.env) == tmp_path / "mine-Mine-001"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +263,7 @@ def test_a_path_that_would_be_read_otherwise_stays_as_it_is(tmp_path, monkeypatc
         ("x/mine.py:Mine", "mine-Mine"),
         ("pkg.mod:Mine", "pkg-mod-Mine"),
         ("a.python:B", "a-python-B"),
+        ("at=12:30/mine.py", "mine"),
     ],
 )
 def test_the_name_of_a_run_folder(tmp_path, name, folder):

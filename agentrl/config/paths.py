@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config.settings import Config
+from agentrl.names import split_object, split_slice, split_weight
 
 
 def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
@@ -44,11 +44,11 @@ def _path(text: str, apart: str = "") -> str:
 
 def _code(text: str) -> str:
     """`file.py`, and what is in it and its weight."""
-    file = re.match(r"[^:=]*\.py(?=[:=]|$)", text)
-    return _path(file[0], ":=") + text[file.end() :] if file else text
+    file, _ = split_object(split_weight(text)[0])
+    return _path(file) + text[len(file) :] if file.endswith(".py") else text
 
 
 def _data(text: str) -> str:
     """`file`, and which part of it."""
-    file, at, part = text.partition("@[")
-    return _path(file) + at + part
+    file, part = split_slice(text)
+    return _path(file) + part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 import orjson
 
 from agentrl.errors import ContractError, DataError, UsageError, suggest
+from agentrl.names import split_slice
 from agentrl.types import Observation, Task
-
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<a>\d*):(?P<b>\d*)\]$")
 
 
 def load_tasks(spec: str, *, input_key: str, label_key: str, check: Callable[[Task], None] | None = None) -> list[Task]:
@@ -22,13 +20,12 @@ def load_tasks(spec: str, *, input_key: str, label_key: str, check: Callable[[Ta
     Raises:
         DataError: a missing file, a malformed row (with its line number), a missing column, a refused task.
     """
-    match = _SLICE.match(spec)
-    path = Path(match["path"] if match else spec)
-    start, stop = (int(match["a"] or 0), int(match["b"]) if match["b"] else None) if match else (0, None)
+    name, part = split_slice(spec)
+    path, bounds = Path(name), [int(n) if n else None for n in part[2:-1].split(":")] if part else [None, None]
     if not path.is_file():
         raise DataError(f"no data file {path}")
     tasks = []
-    for line, row in islice(_rows(path), start, stop):
+    for line, row in islice(_rows(path), *bounds):
         task = _task(path, line, row, input_key, label_key)
         if check is not None:
             try:
