@@ -37,7 +37,7 @@ class Double:
     cached: int = 1
     image_tokens: tuple[int, ...] = ()
     """for each image of a request, how many tokens its placeholder (id 77) becomes"""
-    servers: tuple[str, ...] = ()
+    servers: tuple[str, ...] | None = None
     """it is a router in front of these"""
     works: bool = True
     """it generates, whatever it answers"""
@@ -97,7 +97,7 @@ class Double:
         return web.json_response({**facts, "enable_memory_saver": self.memory_saver})
 
     async def workers(self, _: Any, __: Any) -> web.Response:
-        if not self.servers:
+        if self.servers is None:
             return web.Response(status=404, text="no such path")
         return web.json_response({"workers": [{"url": a, "worker_type": "regular"} for a in self.servers]})
 

@@ -1,5 +1,6 @@
 """What is said before a server is started: flags, versions, ports, cards, memory; and what settings make of a machine."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_flags import check_flags, known_flags
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.engine.sglang_protocol import LEAST, warn_if_untested
-from agentrl.errors import ConfigError, EngineFailure
+from agentrl.errors import ConfigError
 from agentrl.sync.colocated import ColocatedSync
 
 MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
@@ -91,15 +92,25 @@ def test_flags_are_those_of_the_parser():
     assert known_flags(installation) == {name.removeprefix("--") for name in done.stdout.splitlines()[-1].split()}
 
 
-async def test_a_router_is_no_server(double):
-    double.refuse["/server_info"] = 404
-    with pytest.raises(EngineFailure, match="/server_info answered 404"):
-        await SGLangEngine(double.address).start()
-    double.servers = ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
-    with pytest.raises(
-        EngineFailure, match=r"is a router; .* --rollout-external-engine-addrs 10\.0\.0\.5:30000 10\.0\.0\.6:30000"
-    ):
-        await SGLangEngine(double.address).start()
+async def test_a_router_stands_for_its_servers(double, plan):
+    servers = ["http://127.0.0.1:30001", "http://127.0.0.1:30002"]
+    settings = {"rollout_external_engine_addrs": [double.address, "127.0.0.1:1", "127.0.0.1:30002"]}
+
+    async def planned():
+        return (await asyncio.to_thread(plan, settings)).addresses
+
+    assert await planned() == (double.address, "http://127.0.0.1:1", servers[1]), "no router, and nobody there"
+    double.servers = (servers[0] + "/", servers[1] + "@0", servers[1] + "@1")
+    assert await planned() == (*servers, "http://127.0.0.1:1")
+    double.servers = ()
+    with pytest.raises(ConfigError, match=f"router at {double.address} has no servers"):
+        await planned()
+    double.servers = (f"http://{AWAY}",)
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.5:30000 is on another machine"):
+        await planned()
+    double.servers = ("grpc://127.0.0.1:5",)
+    with pytest.raises(ConfigError, match="do not speak HTTP: grpc://127"):
+        await planned()
 
 
 async def test_a_port_in_use(installation, double):
@@ -191,7 +202,8 @@ AWAY = "192.0.2.5:30000"
 """an address for documentation: nobody's"""
 
 
-def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path):
+def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.engine.router.ANSWER_S", 0.2)  # nobody will answer
     with pytest.raises(ConfigError, match=r"192\.0\.2\.5:30000 is on another machine: .* --update-weight-disk-dir"):
         plan({"rollout_external_engine_addrs": ["localhost:1", AWAY]})
     for kind in ("split", "colocated"):

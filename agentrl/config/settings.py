@@ -152,7 +152,7 @@ class EngineSettings:
     rollout_num_gpus_per_engine: int = 1
     """sglang: tensor parallel size of an engine"""
     rollout_external_engine_addrs: tuple[str, ...] = ()
-    """HOST:PORT of SGLang servers that run already; empty: they are started here"""
+    """HOST:PORT of SGLang servers that run already, or of an sglang-router for those behind it; empty: they are started here"""
     engine_python: str | None = None
     """interpreter that has SGLang; None: `.venv-sglang/bin/python` if it is there, else this one"""
     engine_pythonpath: str | None = None

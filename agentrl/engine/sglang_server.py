@@ -82,12 +82,9 @@ class SGLangServer:
         """Ask the server what it is; a second call asks again (after a restart). An engine that is paused stays so.
 
         Raises:
-            EngineFailure: it does not say, or is a router in front of servers.
+            EngineFailure: it does not say.
         """
-        try:
-            info = await self.http.get("/server_info", timeout_s=min(START_S, self._timeout_s))
-        except EngineFailure as e:
-            raise await self._router() or e from None
+        info = await self.http.get("/server_info", timeout_s=min(START_S, self._timeout_s))
         try:
             paths = (await self.http.get("/openapi.json", timeout_s=QUICK_S)).get("paths", {})
         except EngineFailure:
@@ -95,20 +92,6 @@ class SGLangServer:
         self._facts = ServerFacts.read(info, paths)
         self._asleep = False
         self.started += 1
-
-    async def _router(self) -> EngineFailure | None:
-        """What to say if this is an sglang-router, which knows its servers and cannot bring weights to them."""
-        try:
-            answer = await self.http.get("/workers", timeout_s=QUICK_S)
-        except EngineFailure:
-            return None
-        if not isinstance(answer, dict) or not isinstance(answer.get("workers"), list):
-            return None
-        servers = " ".join(str(w.get("url", "")).removeprefix("http://") for w in answer["workers"])
-        return EngineFailure(
-            f"{self.address} is a router; agentrl balances by itself and speaks to the servers: --rollout-external-engine-addrs {servers}",
-            "engine: a router",
-        )
 
     async def health(self) -> EngineInfo:
         """What it is; EngineFailure if it does not answer within seconds."""
