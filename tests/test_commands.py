@@ -28,7 +28,7 @@ def ready(lookup_run, tmp_path, tags, monkeypatch):
     monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(tags, says))
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", lambda self, path, *, reference: NoteTrainer())
     monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
-    monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [task])
+    monkeypatch.setattr("agentrl.data.tasks.TaskSets.training", lambda self: [task])
     task = groups_of(1, 1)[0][0].task
     new = tmp_path / "new"
     settings = ["--config", path / "config.toml", "--run", new / "run", "--tensorboard", "false", "--eval-interval", 0]

@@ -54,7 +54,7 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", lambda self, path, *, reference: trainer)
     monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.assemble.Parts.engine", lambda self, *_: FakeEngine(self.renderer, []))
-    monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [groups_of(1, 1)[0][0].task])
+    monkeypatch.setattr("agentrl.data.tasks.TaskSets.training", lambda self: [groups_of(1, 1)[0][0].task])
     words = [
         "train",
         "--train-only",
@@ -91,7 +91,7 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
 
 
 def test_an_existing_run_folder_is_left_alone(run, tokenizer_dir, capsys, monkeypatch):
-    monkeypatch.setattr("agentrl.assemble.Parts.tasks", lambda self, split: [groups_of(1, 1)[0][0].task])
+    monkeypatch.setattr("agentrl.data.tasks.TaskSets.training", lambda self: [groups_of(1, 1)[0][0].task])
     monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     words = ["train", "--train-only", run, "--run", run, "--hf-checkpoint", tokenizer_dir, "--eval-interval", "0"]
