@@ -5,18 +5,18 @@ Generations go to ready members (members.py) and wait, for a bounded time, while
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
-from agentrl.engine.members import Member, Members, as_failure, failures_of
+from agentrl.engine.members import Failures, Member, Members, failures_of
 from agentrl.engine.sglang import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.images import Placed
 
 ROUNDS = 3
 """how often a weight update is tried before the run stops"""
-Send = Callable[[Sequence[SGLangEngine]], Awaitable[Mapping[str, str]]]
-"""brings the weights to all these engines at once; returns what failed, by address"""
+Send = Callable[[Sequence[SGLangEngine]], Awaitable[Failures]]
+"""brings the weights to all these engines at once; returns what failed"""
 
 
 class Fleet(Members):
@@ -103,7 +103,7 @@ class Fleet(Members):
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
         """Have every member read a folder; those that fail are taken down, and one must have them."""
 
-        async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
+        async def send(engines: Sequence[SGLangEngine]) -> Failures:
             return await failures_of(engines, lambda e: e.update_weights(weights, policy_version))
 
         await self.transfer(send, policy_version)
@@ -116,7 +116,7 @@ class Fleet(Members):
         """
         owned, patience_s = not self._paused, max(self._patience_s, self._start_timeout_s)
         await self.pause()
-        failed: Mapping[str, str] = {}
+        failed: Failures = {}
         try:
             for _ in range(ROUNDS):
                 members = await self._usable(("ready", "stale"), patience_s)
@@ -126,7 +126,7 @@ class Fleet(Members):
                     failed = await send([m.engine for m in members])
                 finally:
                     self._sending = False
-                if failed and all(text.startswith("weights ") for text in failed.values()):
+                if failed and all(f.cause.startswith("weights ") for f in failed.values()):
                     break
                 await self._sort_out(members, failed, policy_version)
                 if len(failed) < len(members):
@@ -134,13 +134,11 @@ class Fleet(Members):
         finally:
             if owned:
                 await self.resume()
-        causes = "; ".join(text.partition("\n")[2] or text for text in failed.values())
-        first = next(iter(failed.values()), "").partition("\n")[0]
-        raise EngineFailure(
-            f"no engine took the weights of version {policy_version}: {causes}", first or "weights not taken"
-        )
+        causes = "; ".join(map(str, failed.values()))
+        first = next((f.cause for f in failed.values()), "weights not taken")
+        raise EngineFailure(f"no engine took the weights of version {policy_version}: {causes}", first)
 
-    async def _sort_out(self, members: Sequence[Member], failed: Mapping[str, str], policy_version: int) -> None:
+    async def _sort_out(self, members: Sequence[Member], failed: Failures, policy_version: int) -> None:
         """Those that have the weights are ready, the others are discarded."""
         done = [m for m in members if m.engine.address not in failed]
         if done:
@@ -151,4 +149,4 @@ class Fleet(Members):
                 await self._set(m, "ready")
             else:
                 m.spoilt = True
-                self._down(m, as_failure(failed[m.engine.address]))
+                self._down(m, failed[m.engine.address])

@@ -23,6 +23,8 @@ SILENT_S = 30.0
 """a server that has requests and answers none for so long must prove that it generates"""
 Recovery = Callable[[SGLangEngine], Awaitable[bool]]
 """gives a server that has just come back the weights that count; False: it cannot now"""
+Failures = dict[str, EngineFailure]
+"""by an engine's address"""
 
 
 @dataclass(eq=False)
@@ -260,27 +262,21 @@ class Members:
         failed = await failures_of([m.engine for m in members], what)
         for m in members:
             if m.engine.address in failed:
-                self._down(m, as_failure(failed[m.engine.address]))
+                self._down(m, failed[m.engine.address])
 
 
-async def failures_of(
-    engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]
-) -> dict[str, str]:
-    """Do it on all at once; what failed, by address."""
+async def failures_of(engines: Sequence[SGLangEngine], what: Callable[[SGLangEngine], Awaitable[Any]]) -> Failures:
+    """Do it on all at once; what failed."""
     found = await asyncio.gather(*(what(e) for e in engines), return_exceptions=True)
-    failed = {}
+    failed: Failures = {}
     for engine, result in zip(engines, found, strict=True):
-        if isinstance(result, Failure):
-            failed[engine.address] = f"{result.cause}\n{result}"
+        if isinstance(result, EngineFailure):
+            failed[engine.address] = result
+        elif isinstance(result, Failure):
+            failed[engine.address] = EngineFailure(str(result), result.cause)
         elif isinstance(result, BaseException):
             raise result
     return failed
-
-
-def as_failure(text: str) -> EngineFailure:
-    """What `Send` returned of an engine, as an error."""
-    cause, _, message = text.partition("\n")
-    return EngineFailure(message or cause, cause)
 
 
 async def _all(work: Any) -> None:

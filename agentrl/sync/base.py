@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
-from agentrl.engine.members import as_failure, failures_of
+from agentrl.engine.members import Failures, failures_of
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.sync.verify import Expected, compare, expect, probe_ids
 from agentrl.train.base import Trainer
@@ -93,7 +93,7 @@ class WeightSync:
         await engine.update_weights(manifest, fleet.policy_version)
         failed = await self.verify([engine], expected)
         if failed:
-            raise as_failure(failed[engine.address])
+            raise failed[engine.address]
         return True
 
     async def current(self, trainer: Trainer, fleet: Fleet) -> tuple[WeightsManifest, Expected]:
@@ -107,8 +107,8 @@ class WeightSync:
         with self.clock("verify_s"):
             return await expect(trainer, engine, self._probe)
 
-    async def verify(self, engines: Sequence[SGLangEngine], expected: Expected) -> dict[str, str]:
-        """The engines that have other weights, by address, with the reason."""
+    async def verify(self, engines: Sequence[SGLangEngine], expected: Expected) -> Failures:
+        """The engines that have other weights."""
         with self.clock("verify_s"):
             failed, self.difference = await compare(engines, expected)
         return failed
@@ -136,7 +136,7 @@ class Clock:
 
 
 async def on_each(
-    engines: Sequence[SGLangEngine], failed: dict[str, str], what: Callable[[SGLangEngine], Awaitable[Any]]
+    engines: Sequence[SGLangEngine], failed: Failures, what: Callable[[SGLangEngine], Awaitable[Any]]
 ) -> None:
     """Do something on all engines that have not failed, at once; failures are added to `failed`."""
     failed.update(await failures_of([e for e in engines if e.address not in failed], what))

@@ -7,12 +7,13 @@ flattened buckets, the trainer leaves the card, and the engine's cache wakes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.fleet import Fleet
+from agentrl.engine.members import Failures
 from agentrl.engine.sglang import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
 from agentrl.errors import ConfigError, EngineFailure
 from agentrl.sync.base import WeightSync, on_each
@@ -50,8 +51,8 @@ class ColocatedSync(WeightSync):
         """Wake the weights' memory, send, leave the card, wake the rest, verify."""
         fleet = require_fleet(engine)
 
-        async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
-            failed: dict[str, str] = {}
+        async def send(engines: Sequence[SGLangEngine]) -> Failures:
+            failed: Failures = {}
             if self.lent:  # one that came back meanwhile is awake
                 await on_each(engines, failed, lambda e: e.sleep(ALL_MEMORY))
             await self._onload(trainer)
@@ -77,8 +78,8 @@ class ColocatedSync(WeightSync):
             self.lent = False
             await fleet.wake((), ready=True)
 
-    async def deliver(self, trainer: Any, action: str, engines: Sequence[SGLangEngine]) -> Mapping[str, str]:
-        """Have the trainer's ranks send; what failed, by address."""
+    async def deliver(self, trainer: Any, action: str, engines: Sequence[SGLangEngine]) -> Failures:
+        """Have the trainer's ranks send; what failed."""
         if not engines:
             return {}
         answers = await asyncio.to_thread(
@@ -90,12 +91,14 @@ class ColocatedSync(WeightSync):
         )
         return self.tally(answers)
 
-    def tally(self, answers: Sequence[Any]) -> dict[str, str]:
-        """Add up what the stages sent; what failed, by address."""
+    def tally(self, answers: Sequence[Any]) -> Failures:
+        """Add up what the stages sent; what failed."""
         self.bytes += sum(a.bytes for a in answers)
         self.seconds["send_s"] = self.seconds.get("send_s", 0.0) + max((a.seconds for a in answers), default=0.0)
         return {
-            address: f"engine: weight transfer\n{address}{why}" for a in answers for address, why in a.failed.items()
+            address: EngineFailure(f"{address}{why}", "engine: weight transfer")
+            for a in answers
+            for address, why in a.failed.items()
         }
 
     async def begin(self, trainer: Trainer, engine: Engine) -> None:
@@ -130,7 +133,7 @@ class ColocatedSync(WeightSync):
         """See `WeightSync.current`; the cards are the trainer's meanwhile."""
         if not self._in_turns:
             return await super().current(trainer, fleet)
-        failed: dict[str, str] = {}
+        failed: Failures = {}
         up = [m.engine for m in fleet.members if m.state == "stale"]
         await on_each(up, failed, lambda e: e.sleep())
         await self._onload(trainer)
@@ -138,7 +141,7 @@ class ColocatedSync(WeightSync):
         await self._offload(trainer)
         await on_each(up, failed, lambda e: e.wake())
         if failed:
-            raise EngineFailure("; ".join(failed.values()), "engine: memory")
+            raise EngineFailure("; ".join(map(str, failed.values())), "engine: memory")
         return found
 
     async def _note(self, trainer: Trainer, stage: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from agentrl.engine.base import Engine
 from agentrl.engine.fleet import Fleet
+from agentrl.engine.members import Failures
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.sync.base import WeightSync, on_each
 from agentrl.train.base import Trainer
@@ -29,8 +30,8 @@ class DiskSync(WeightSync):
                 return
             expected = await self.expected(trainer, engine)
 
-            async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
-                failed: dict[str, str] = {}
+            async def send(engines: Sequence[SGLangEngine]) -> Failures:
+                failed: Failures = {}
                 with self.clock("update_s"):
                     await on_each(engines, failed, lambda e: e.update_weights(manifest, policy_version))
                 return failed | await self.verify([e for e in engines if e.address not in failed], expected)

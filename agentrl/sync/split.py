@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.engine.base import Engine
 from agentrl.engine.launch_spec import free_port
+from agentrl.engine.members import Failures
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.sync.base import on_each
@@ -36,37 +37,29 @@ class SplitSync(ColocatedSync):
         fleet = require_fleet(engine)
         expected = await self.expected(trainer, fleet)
 
-        async def send(engines: Sequence[SGLangEngine]) -> dict[str, str]:
-            failed: dict[str, str] = {}
+        async def send(engines: Sequence[SGLangEngine]) -> Failures:
+            failed: Failures = {}
             with self.clock("group_s"):
                 failed |= await self._join(trainer, engines)
             if failed:
-                return {
-                    e.address: failed.get(e.address, "engine: weight group\nthe group was not formed") for e in engines
-                }
+                return _all_failed(engines, failed, "the group was not formed", "engine: weight group")
             await on_each(engines, failed, lambda e: e.begin_weights(bracket=True))
             if failed:
                 self._members = ()
-                return failed | {
-                    e.address: "engine: weight group\nanother engine failed" for e in engines if e.address not in failed
-                }
+                return _all_failed(engines, failed, "another engine failed", "engine: weight group")
             with self.clock("update_s"):
                 failed |= await self._broadcast(trainer)
             if failed:  # the others may lack what was sent last: all are discarded
                 self._members = ()
-                return failed | {
-                    e.address: "engine: weight transfer\nanother engine of the group failed"
-                    for e in engines
-                    if e.address not in failed
-                }
+                return _all_failed(engines, failed, "another engine of the group failed", "engine: weight transfer")
             with self.clock("finish_s"):
                 await on_each(engines, failed, lambda e: e.end_weights(policy_version))
             return failed | await self.verify([e for e in engines if e.address not in failed], expected)
 
         await fleet.transfer(send, policy_version)
 
-    async def _join(self, trainer: Any, engines: Sequence[SGLangEngine]) -> dict[str, str]:
-        """Groups of exactly these engines; what failed, by address."""
+    async def _join(self, trainer: Any, engines: Sequence[SGLangEngine]) -> Failures:
+        """Groups of exactly these engines; what failed."""
         members = tuple((e.address, e.started) for e in engines)
         if members == self._members:
             return {}
@@ -97,8 +90,13 @@ class SplitSync(ColocatedSync):
         except EngineFailure:
             return  # it was restarted and is in none
 
-    async def _broadcast(self, trainer: Any) -> dict[str, str]:
+    async def _broadcast(self, trainer: Any) -> Failures:
         answers = await asyncio.to_thread(
             trainer.deliver, "broadcast", bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s
         )
         return self.tally(answers)
+
+
+def _all_failed(engines: Sequence[SGLangEngine], failed: Failures, why: str, cause: str) -> Failures:
+    """Those that failed, and the others of the group with them."""
+    return {e.address: EngineFailure(f"{e.address}: {why}", cause) for e in engines} | failed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.engine.fleet import Fleet
-from agentrl.engine.members import failures_of
+from agentrl.engine.members import Failures, failures_of
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Row
@@ -60,8 +60,8 @@ async def expect(trainer: Any, fleet: Fleet, probe: Sequence[int]) -> Expected:
     return Expected(tuple(ids.tolist()), tuple(log_probs[1:].tolist()), LIMITS[trainer.dtype], sums)
 
 
-async def compare(engines: Sequence[SGLangEngine], expected: Expected) -> tuple[dict[str, str], float | None]:
-    """Engines whose weights are others, with the reason, and the largest difference of a log-prob."""
+async def compare(engines: Sequence[SGLangEngine], expected: Expected) -> tuple[Failures, float | None]:
+    """Engines whose weights are others, and the largest difference of a log-prob."""
     differences: list[float] = []
 
     async def check(engine: SGLangEngine) -> None:
