@@ -186,7 +186,7 @@ async def test_an_observation_of_megabytes_does_not_block_the_event_loop(hermes)
     t = await make_runner(Flood, ["x"], hermes, max_turns=3).run(EpisodeSpec(PARIS, 0, 0))
     ticking.cancel()
     assert t.turns[0].observation_cut_tokens > 100_000
-    assert max(gaps) < 0.4, "it takes seconds"
+    assert max(gaps) < sum(gaps) / 2, "rendering them is nearly all of the time"
 
 
 async def test_groups_are_taken_from_their_source_as_places_become_free(hermes):

@@ -22,7 +22,7 @@ from agentrl.tool import Tool, spec_of, tool
 from agentrl.toolbox import Toolbox, to_text
 from agentrl.types import Action, ParseError, ToolCall
 
-SOON_S = 5.0
+SOON_S = 10.0
 
 
 @pytest.fixture
