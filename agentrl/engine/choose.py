@@ -16,7 +16,7 @@ from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
 from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.members import Member
-from agentrl.engine.router import servers_behind
+from agentrl.engine.router import servers_at
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.errors import ConfigError
@@ -43,8 +43,7 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
         ConfigError: one sentence.
     """
     e = config.engine
-    given = map(_address, e.rollout_external_engine_addrs)
-    addresses = tuple(dict.fromkeys(server for address in given for server in servers_behind(address)))
+    addresses = servers_at([_address(a) for a in e.rollout_external_engine_addrs])
     _check_sync(e, addresses, trains=trains)
     patience_s = min(
         ServerPlan.patience_s, config.rollout.episode_timeout_s / 2

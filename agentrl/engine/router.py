@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from agentrl.errors import ConfigError
@@ -10,12 +12,20 @@ from agentrl.errors import ConfigError
 ANSWER_S = 3.0
 
 
-def servers_behind(address: str) -> tuple[str, ...]:
-    """The servers of the router at `address`; the address itself, if what is there is no router or does not answer.
+def servers_at(addresses: Sequence[str]) -> tuple[str, ...]:
+    """These addresses, each once, a router's replaced by those of its servers.
 
     Raises:
-        ConfigError: it is a router without servers, or one of servers that are not spoken to by HTTP.
+        ConfigError: a router has no servers, or some that are not spoken to by HTTP.
     """
+    if not addresses:
+        return ()
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return tuple(dict.fromkeys(server for found in pool.map(_behind, addresses) for server in found))
+
+
+def _behind(address: str) -> tuple[str, ...]:
+    """The servers of the router at `address`; the address itself, if what is there is no router or does not answer."""
     import httpx
 
     try:
