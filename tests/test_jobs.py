@@ -189,8 +189,7 @@ def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, mo
 
 
 def stop(sign, model, says, capsys, monkeypatch):
-    before, noticed = signal.getsignal(sign), threading.Event()
-    close = Job.close
+    noticed, close = threading.Event(), Job.close
 
     def interrupted(*_, **__):
         signal.raise_signal(sign)
@@ -204,11 +203,16 @@ def stop(sign, model, says, capsys, monkeypatch):
     monkeypatch.setattr("agentrl.assemble.Parts.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.assemble.Parts.trainer", interrupted)
     says(["<answer>Paris</answer>"])
-    assert main(["train", "--env", "search_r1", "--model", model, "--run", "runs/mine"]) == 130
+    ours = signal.default_int_handler if sign is signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(sign, ours)  # a shell that starts tests in the background has them ignore SIGINT
+    try:
+        assert main(["train", "--env", "search_r1", "--model", model, "--run", "runs/mine"]) == 130
+        assert signal.getsignal(sign) is ours
+    finally:
+        signal.signal(sign, before)
     said = capsys.readouterr()
     assert "the run goes on with: agentrl train --resume runs/mine" in said.out
     assert said.err.endswith("agentrl train: interrupted\n")
-    assert signal.getsignal(sign) is before
 
 
 def test_a_run_of_relative_paths_is_replayed_from_anywhere(model, says, tmp_path, monkeypatch, capsys):
