@@ -148,6 +148,8 @@ class _Account:
         """of those begun, failed in every attempt"""
         self.in_a_row = 0
         """attempts that failed since the last that did not"""
+        self.stopped: TooManyFailuresError | None = None
+        """what stops the run; more attempts may fail in the same moment, and it is the first that is told"""
         self._waiting = 0
         self._begun = asyncio.Event()
 
@@ -260,9 +262,10 @@ class Rollout:
 
 def _too_many(account: _Account, why: str) -> TooManyFailuresError:
     table = account.table
-    return TooManyFailuresError(
+    account.stopped = account.stopped or TooManyFailuresError(
         f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), {why}; the causes:\n{table}"
     )
+    return account.stopped
 
 
 class _FewerCollections:

@@ -192,6 +192,27 @@ async def test_a_few_episodes_lost_at_the_start_do_not_stop_it(hermes, lost, sto
     assert (table.failures, table.dropped_groups) == (8, 4)
 
 
+async def test_of_failures_in_the_same_moment_the_first_is_told():
+    waiting, gate = [], asyncio.Event()
+
+    class Fails:
+        async def run(self, spec):
+            if spec.index >= 8:
+                waiting.append(spec.index)
+                if len(waiting) == 4:
+                    asyncio.get_running_loop().call_soon(gate.set)
+                if spec.index == 9:  # whose group ends after the last one
+                    try:
+                        await asyncio.sleep(60)
+                    finally:
+                        await asyncio.sleep(0.1)
+                await gate.wait()
+            return trajectory(index=spec.index, group=spec.group_index, reason=StopReason.ENGINE_FAILURE)
+
+    with pytest.raises(TooManyFailuresError, match="9 of 12 episodes were lost"):
+        await Rollout(Fails(), RolloutLimits(concurrency=12, max_retries=0)).run(groups_of(6, 2))
+
+
 async def test_where_no_group_is_left_the_run_stops_whatever_share_was_lost(hermes):
     script = lambda r: EngineFailure("down") if index_of(r) % 2 else "x"  # noqa: E731
     with pytest.raises(TooManyFailuresError, match=r"6 of 12 episodes were lost .*, and no group is left; the causes:"):
