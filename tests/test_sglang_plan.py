@@ -17,7 +17,7 @@ from sglang_double import Double
 from agentrl.assemble import Parts
 from agentrl.config import build_config
 from agentrl.engine.choose import make_fleet, of_this_machine, plan_servers
-from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_flags import check_flags, known_flags
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
@@ -111,6 +111,20 @@ async def test_a_router_stands_for_its_servers(double, plan):
     double.servers = ("grpc://127.0.0.1:5",)
     with pytest.raises(ConfigError, match="do not speak HTTP: grpc://127"):
         await planned()
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_others(monkeypatch, tmp_path):
+    given = tmp_path / "range"
+    monkeypatch.setattr("agentrl.engine.launch_spec.GIVEN_BY_THE_KERNEL", given)
+    assert 10_000 <= free_port() < 32768
+    given.write_text("10002\t60999\n")
+    assert free_port() in (10_000, 10_001)
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 10_000))
+        two.bind(("127.0.0.1", 10_001))
+        assert free_port() > 10_001, "any, where all of those are taken"
+    given.write_text("1024\t65535\n")
+    assert free_port() > 1024
 
 
 async def test_a_port_in_use(installation, double):
