@@ -16,10 +16,10 @@ from agentrl.engine import members
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
-from agentrl.engine.launch_spec import free_port
 from agentrl.engine.members import Member
 from agentrl.engine.sglang import GIVEN_BACK, SGLangEngine
 from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.ports import free_port
 from agentrl.sync import base
 from agentrl.sync.colocated import ColocatedSync
 from agentrl.sync.verify import Expected

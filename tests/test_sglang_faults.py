@@ -13,9 +13,9 @@ from sglang_double import Double
 from agentrl import Env, StepResult
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
-from agentrl.engine.launch_spec import free_port
 from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
+from agentrl.ports import free_port
 from agentrl.rollout import Rollout, RolloutLimits
 
 SERVER = """

@@ -13,10 +13,10 @@ from doubles import until, weights
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess, session_members
-from agentrl.engine.launch_spec import free_port
 from agentrl.engine.members import Member
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
+from agentrl.ports import free_port
 
 FIVE = SamplingParams(5)
 
@@ -104,41 +104,39 @@ async def test_a_server_that_the_kernel_keeps_is_a_failure_that_names_it(stubbor
     assert stubborn.process is not None
 
 
-async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(tmp_path, manifest):
-    port = free_port()
-    server = process(tmp_path, port)
+@pytest.fixture
+async def alone(tmp_path):
+    """A fleet of one server of ours, and that server."""
+    server = process(tmp_path, free_port())
     fleet = Fleet([Member(SGLangEngine(server.address, timeout_s=5), server)], patience_s=30)
     await fleet.start()
-    try:
-        await fleet.update_weights(manifest, 7)
-
-        async def recovery(engine):
-            await engine.update_weights(manifest, fleet.policy_version)
-            return True
-
-        fleet.recovery = recovery
-        tasks = [asyncio.create_task(ask(fleet, s)) for s in "abc"]
-        await asyncio.sleep(0.1)
-        os.kill(server.process.pid, signal.SIGKILL)
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(a, EngineFailure) for a in answers)
-        assert (await ask(fleet)).policy_version == 7
-        assert fleet.members[0].restarts == 1
-        assert sum(fleet.causes.values()) == 1
-    finally:
-        await fleet.close()
+    yield fleet, server
+    await fleet.close()
 
 
-async def test_killed_while_paused_the_next_update_waits_for_it(tmp_path, manifest):
-    port = free_port()
-    server = process(tmp_path, port)
-    fleet = Fleet([Member(SGLangEngine(server.address, timeout_s=5), server)], patience_s=30)
-    await fleet.start()
-    try:
-        await fleet.pause()
-        os.kill(server.process.pid, signal.SIGKILL)
-        await fleet.update_weights(manifest, 3)
-        await fleet.resume()
-        assert (await ask(fleet)).policy_version == 3
-    finally:
-        await fleet.close()
+async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(alone, manifest):
+    fleet, server = alone
+    await fleet.update_weights(manifest, 7)
+
+    async def recovery(engine):
+        await engine.update_weights(manifest, fleet.policy_version)
+        return True
+
+    fleet.recovery = recovery
+    tasks = [asyncio.create_task(ask(fleet, s)) for s in "abc"]
+    await asyncio.sleep(0.1)
+    os.kill(server.process.pid, signal.SIGKILL)
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(a, EngineFailure) for a in answers)
+    assert (await ask(fleet)).policy_version == 7
+    assert fleet.members[0].restarts == 1
+    assert sum(fleet.causes.values()) == 1
+
+
+async def test_killed_while_paused_the_next_update_waits_for_it(alone, manifest):
+    fleet, server = alone
+    await fleet.pause()
+    os.kill(server.process.pid, signal.SIGKILL)
+    await fleet.update_weights(manifest, 3)
+    await fleet.resume()
+    assert (await ask(fleet)).policy_version == 3

@@ -17,12 +17,13 @@ from sglang_double import Double
 from agentrl.assemble import Parts
 from agentrl.config import build_config
 from agentrl.engine.choose import make_fleet, of_this_machine, plan_servers
-from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_flags import check_flags, known_flags
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.engine.sglang_protocol import LEAST, warn_if_untested
 from agentrl.errors import ConfigError
+from agentrl.ports import free_port
 from agentrl.sync.colocated import ColocatedSync
 
 MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
@@ -115,7 +116,7 @@ async def test_a_router_stands_for_its_servers(double, plan):
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others(monkeypatch, tmp_path):
     given = tmp_path / "range"
-    monkeypatch.setattr("agentrl.engine.launch_spec.GIVEN_BY_THE_KERNEL", given)
+    monkeypatch.setattr("agentrl.ports.GIVEN_BY_THE_KERNEL", given)
     assert 10_000 <= free_port() < 32768
     given.write_text("10002\t60999\n")
     assert free_port() in (10_000, 10_001)

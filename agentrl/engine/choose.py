@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 from agentrl.config import Config, EngineSettings
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.launch import ServerProcess
-from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line, free_port
+from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.members import Member
 from agentrl.engine.router import servers_at
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang_install import Installation, find_installation, gpus
 from agentrl.errors import ConfigError
+from agentrl.ports import free_port
 
 
 @dataclass(frozen=True)

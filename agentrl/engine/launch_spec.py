@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +13,8 @@ from agentrl.engine.sglang_install import Installation, gpus
 from agentrl.engine.sglang_protocol import LEAST, warn_if_untested
 from agentrl.engine.weights import weight_bytes
 from agentrl.errors import ConfigError
+from agentrl.ports import port_is_free
 
-LEAST_PORT = 10_000
-GIVEN_BY_THE_KERNEL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RESERVED = 8
 """positions that SGLang keeps back from the context length it is given"""
 
@@ -108,31 +104,6 @@ def _memory_share(args: Mapping[str, Any]) -> float:
     if not 0 < share < 1:
         raise ConfigError(f"--sglang-mem-fraction-static is a share between 0 and 1, found {given!r}")
     return share
-
-
-def port_is_free(port: int) -> bool:
-    """Nobody listens on it."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, below those that the kernel gives to whoever asks for any: a server takes long until it listens."""
-    try:
-        above = int(GIVEN_BY_THE_KERNEL.read_text().split()[0])
-    except OSError:  # no Linux
-        above = 32768
-    below = range(LEAST_PORT, max(LEAST_PORT, above))
-    for port in [*random.SystemRandom().sample(below, min(100, len(below))), 0]:
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return int(s.getsockname()[1])
-    raise ConfigError("there is no free port on this machine")
 
 
 def command_line(spec: LaunchSpec, installation: Installation, number: int, port: int) -> list[str]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Engine
-from agentrl.engine.launch_spec import free_port
 from agentrl.engine.members import Failures
 from agentrl.engine.sglang import SGLangEngine
 from agentrl.errors import EngineFailure
+from agentrl.ports import free_port
 from agentrl.sync.base import on_each
 from agentrl.sync.colocated import BUCKET_BYTES, ColocatedSync, require_fleet
 from agentrl.train.delivery import Target

@@ -12,12 +12,13 @@ import numpy as np
 
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, StoreError
+from agentrl.ports import free_port
 from agentrl.sync.fingerprint import fingerprint
 from agentrl.train.base import Floats, LossConfig, Row
 from agentrl.train.folders import copy_model_files, new_folder
 from agentrl.train.metrics import MAXIMA, SUMS, metrics
 from agentrl.train.plan import plan
-from agentrl.train.processes import Workers, free_port
+from agentrl.train.processes import Workers
 from agentrl.train.settings import Setup, world
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096

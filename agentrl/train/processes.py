@@ -28,13 +28,6 @@ STALL_S = 60
 """a rank that neither takes nor gives a byte of a message for so long is taken for hung"""
 
 
-def free_port() -> int:
-    """A TCP port of this machine that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 class Workers:
     """`world` processes running `agentrl.train.worker`, with logs in `folder`/rank{r}.log."""
 

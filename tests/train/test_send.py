@@ -43,7 +43,7 @@ def run(*args: str, seconds: float = 200.0) -> str:
 
 
 def free_port() -> str:
-    from agentrl.train.processes import free_port
+    from agentrl.ports import free_port
 
     return str(free_port())
 
