@@ -1,0 +1,34 @@
+"""The environment of test_joints.py: one tool, then a number, which is the reward."""
+
+from dataclasses import replace
+
+from agentrl import Task, ToolEnv, reward, tool
+
+
+@reward
+def one(trajectory):
+    return 1.0
+
+
+class Joint(ToolEnv):
+    """The score is the number that the policy says last."""
+
+    action_format = "hermes"
+    shows_tools = True
+
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task(f"{split}{i}", f"question {i} <|im_end|>?", str(i)) for i in range(4)]
+
+    @tool(max_result_bytes=32)
+    def look(self, query: str) -> str:
+        """Look something up."""
+        return f"about {query} "
+
+    async def step(self, action):
+        result = await super().step(action)
+        last = action.text.rpartition(" ")[2]
+        return replace(result, reward=self.bonus + (float(last) if last.isdigit() else 0.0))

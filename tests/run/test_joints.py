@@ -1,0 +1,539 @@
+"""Every setting reaches what it is for: rows, loss, learning rate, sampling, limits, groups, evaluation.
+
+Each case plays a whole run over a scripted engine and a trainer that notes what it is given, once with the setting and once without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import FakeEngine, call
+
+from agentrl import assemble, report
+from agentrl.config import FIELDS, SECTIONS, build_config
+from agentrl.config.settings import TABLES
+from agentrl.engine import local
+from agentrl.episode import EpisodeRunner
+from agentrl.errors import AgentRLError, ConfigError, EngineFailure
+from agentrl.loop import train
+from agentrl.render import Tokenizer, make_renderer
+from agentrl.sft import sft
+from agentrl.store import read_episodes
+from agentrl.sync.colocated import ColocatedSync
+from agentrl.sync.split import SplitSync
+from agentrl.train import megatron
+
+ENV = Path(__file__).with_name("joint_env.py")
+OLD, REFERENCE = -0.5, -0.25
+"""what the trainer says of its own weights and of the reference's"""
+TEMPLATE = (
+    "{% if mood is defined %}<|im_start|>system\nbe {{ mood }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ strftime_now('%Y-%m-%d') }} {% endif %}"
+)
+
+
+class NotingTrainer:
+    """Notes everything in the order in which it comes."""
+
+    copies, micro_batch_tokens, multiple = 1, 1 << 14, 1
+
+    def __init__(self, model, **options):
+        self.options = {"model": Path(model).name, **options}
+        self.steps, self.events, self.saved = [], [], 0
+
+    def log_probs(self, rows, *, reference=False, trained_only=False):
+        self.events.append("reference" if reference else "old")
+        of = REFERENCE if reference else OLD - len(self.steps)  # its own weights change with every step
+        return [np.where(r.weights > 0, np.float32(of), np.float32(0)) for r in rows]
+
+    def step(self, rows, loss, lr):
+        self.events.append("step")
+        self.steps.append((list(rows), loss, lr))
+        return {"loss": 0.5, "grad_norm": 1.0, "log_probs": [r.rollout_log_probs for r in rows]}
+
+    def save(self, path):
+        self.saved += 1
+        path.mkdir(parents=True)
+
+    def export_weights(self, path):
+        path.mkdir(parents=True)
+
+    def close(self): ...
+
+
+@dataclass
+class Seen:
+    """What a run did."""
+
+    path: Path | None = None
+    error: Exception | None = None
+    trainer: Any = None
+    engine: Any = None
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    runners: list[EpisodeRunner] = field(default_factory=list)
+    episodes: list[Any] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self):
+        return [r for rows, _, _ in self.trainer.steps for r in rows]
+
+    def asked(self, *, held_out: bool = False):
+        """Requests to the engine in training or in evaluations."""
+        return [r for r in self.engine.requests if r.session.startswith("eval/") is held_out]
+
+    @property
+    def played(self):
+        return [t for t in self.episodes if not t.episode_id.startswith("eval/")]
+
+    @property
+    def prompt(self):
+        return self.engine.renderer.tokenizer.decode(self.asked()[0].ids)
+
+
+# -- what the policy says ------------------------------------------------------------------------------------------------
+
+
+def index_of(request):
+    return int(request.session.rpartition("/")[2].partition("-")[0])
+
+
+def says(request):
+    """A call, then a number: more words and 3 in every second episode."""
+    if request.turn == 0:
+        return call("look", query="capital")
+    return "it is surely 3" if index_of(request) % 2 else "is 0"
+
+
+def half_cut(request):
+    """Of four episodes two end after a turn, with 0 and 3; the others would go on."""
+    return f"is {3 * (index_of(request) % 4 == 3)}" if index_of(request) % 2 else call("look", query="x")
+
+
+def flat(request):
+    return "is 1"
+
+
+def garbage(request):
+    return "<tool_call>{oops</tool_call>"
+
+
+def calls_two(request):
+    return says(request) if request.turn else call("look", query="a") + call("look", query="b")
+
+
+def asks_for_much(request):
+    return says(request) if request.turn else call("look", query="word " * 20)
+
+
+async def slow(request):
+    await asyncio.sleep(0.5 if request.turn else 0)
+    return says(request)
+
+
+def fails_at_first(request):
+    return EngineFailure("503") if request.session.endswith("-0") else says(request)
+
+
+def all_fail(request):
+    return EngineFailure("503")
+
+
+def odd_ones_fail(request):
+    return EngineFailure("503") if index_of(request) % 2 else says(request)
+
+
+# -- a run ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_dir, tmp_path_factory):
+    """Two model folders as far as they are looked at, and files of tasks and of conversations."""
+    folder = tmp_path_factory.mktemp("joints")
+    for name in ("model", "other"):
+        shutil.copytree(tokenizer_dir, folder / name)
+        (folder / name / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+        config = json.loads((folder / name / "tokenizer_config.json").read_text())
+        (folder / name / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    rows = [{"id": f"f{i}", "prompt": f"p{i}", "label": f"l{i}", "q": f"q{i}", "a": f"a{i}"} for i in range(3)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    turns = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes it is"}]
+    lines = [{"messages": [*turns, *turns[: 2 * (i % 2)]]} for i in range(6)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def play(model, monkeypatch, tmp_path):
+    """Play a run with these settings."""
+    renderer = make_renderer(Tokenizer.load(model / "model"), "hermes")
+    monkeypatch.setattr(assemble.Parts, "require_trainable", lambda self: None)
+    monkeypatch.setattr(assemble.Parts, "require_weights", lambda self: None)
+    monkeypatch.setattr(report, "draw_curve", lambda *_: None)  # takes most of a run's time
+    count = iter(range(1000))
+
+    async def run(settings, script=says, job="train"):
+        seen = Seen()
+
+        def make_engine(folder, **options):
+            seen.engine = FakeEngine(renderer, script, version=0)
+            seen.engine_options = {"model": Path(folder).name, **options}
+            return seen.engine
+
+        def make_trainer(folder, **options):
+            seen.trainer = NotingTrainer(folder, **options)
+            return seen.trainer
+
+        class Noted(EpisodeRunner):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                seen.runners.append(self)
+
+        monkeypatch.setattr(local, "LocalEngine", make_engine)
+        monkeypatch.setattr(megatron, "MegatronTrainer", make_trainer)
+        monkeypatch.setattr(assemble, "EpisodeRunner", Noted)
+        base = {
+            "run": str(tmp_path / f"run{next(count)}"),
+            "hf_checkpoint": str(model / "model"),
+            "env": str(ENV),
+            "num_rollout": 2,
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "tensorboard": False,
+            "eval_interval": 0,
+        }
+        placed = {k: _placed(v, {"MODEL": model, "RUN": tmp_path, "ENV": ENV}) for k, v in settings.items()}
+        try:
+            config = build_config(base, placed)
+            if job == "sft":
+                seen.path = await sft(config, [model / "talks.jsonl"], out=lambda _: None)
+            else:
+                seen.path = await train(config, out=lambda _: None)
+        except AgentRLError as e:
+            seen.error = e
+            return seen
+        seen.episodes = list(read_episodes(seen.path / "episodes"))
+        seen.files = [str(p.relative_to(seen.path)) for p in sorted(seen.path.rglob("*"))]
+        return seen
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain_runs():
+    """Runs without the setting of a case, shared by those cases that have the same further settings."""
+    return {}
+
+
+def _placed(value, places):
+    """With MODEL, RUN and ENV for the folders and files of this test."""
+    if isinstance(value, (tuple, list)):
+        return [_placed(v, places) for v in value]
+    if not isinstance(value, str):
+        return value
+    for name, path in places.items():
+        value = value.replace(name, str(path))
+    return value
+
+
+# -- the cases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """With `name` set to `value` the run shows `want`, without it something else."""
+
+    name: str
+    value: Any
+    see: Callable[[Seen], Any]
+    want: Any
+    given: dict[str, Any] = field(default_factory=dict)
+    """further settings, of both runs"""
+    script: Callable[..., Any] = says
+    job: str = "train"
+
+
+def loss(name):
+    return lambda s: getattr(s.trainer.steps[0][1], name)
+
+
+def trainer(name):
+    return lambda s: s.trainer.options[name]
+
+
+def engine(name):
+    return lambda s: s.engine_options[name]
+
+
+def sampling(name, *, held_out=False):
+    return lambda s: {getattr(r.sampling, name) for r in s.asked(held_out=held_out)}
+
+
+def rates(s):
+    return [lr for _, _, lr in s.trainer.steps]
+
+
+def advantages(s):
+    """By ordinal, in the first optimizer step."""
+    return {
+        int(r.source[0].partition("-")[0]): round(float(r.advantages.sum() / (r.weights > 0).sum()), 3)
+        for r in s.trainer.steps[0][0]
+    }
+
+
+def per_token(s):
+    """Different weights of a token in the first step."""
+    return len({float(w) for r in s.trainer.steps[0][0] for w in r.weights[r.weights > 0]})
+
+
+def evaluated(s):
+    return sorted({r.session.rpartition("/")[0] for r in s.asked(held_out=True)})
+
+
+def eval_questions(s):
+    """Sessions of the first evaluation."""
+    return len({r.session for r in s.asked(held_out=True) if r.session.split("/")[2] == "0"})
+
+
+def tasks(s):
+    return [t.task.id for t in s.played]
+
+
+def error(s):
+    return s.error and type(s.error).__name__
+
+
+def turns(s):
+    return {len(t.turns) for t in s.played}
+
+
+def first_action(s):
+    return s.played[0].turns[0].action
+
+
+TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
+EVALUATED = {"eval_interval": 20}
+FILE = {"prompt_data": "MODEL/tasks.jsonl"}
+LOST = {"max_failure_share": 1.0, "max_retries": 0, "entropy_coef": 0.1}
+CASES = [
+    # run
+    Case("run", "RUN/chosen", lambda s: s.path.name, "chosen"),
+    Case("seed", 7, trainer("seed"), 7),
+    Case("seed", 7, lambda s: {r.seed for r in s.runners}, {7}),
+    Case("date", "2001-02-03", lambda s: "2001-02-03" in s.prompt, True),
+    Case("save_interval", 1, lambda s: s.trainer.saved, 2),
+    Case("keep_checkpoints", 1, lambda s: sum(f.endswith("/trainer") for f in s.files), 1, {"save_interval": 1}),
+    Case("tensorboard", True, lambda s: any("events" in f for f in s.files), True),
+    # model
+    Case("hf_checkpoint", "MODEL/other", trainer("model"), "other"),
+    Case("hf_checkpoint", "MODEL/other", engine("model"), "other"),
+    Case("dtype", "bfloat16", trainer("dtype"), "bfloat16"),
+    Case("template_args", {"mood": "kind"}, lambda s: "be kind" in s.prompt, True),
+    # environment
+    Case("env_args", {"bonus": 2.0}, lambda s: {t.score for t in s.episodes}, {4.0, 7.0}),
+    Case("reward", ["ENV:one"], lambda s: {t.score for t in s.episodes}, {1.0, 4.0}),
+    Case("action_format", "search_r1", lambda s: s.runners[0].renderer.format.name, "search_r1"),
+    Case("max_turns", 1, turns, {1}),
+    Case("max_invalid_actions", 1, turns, {1}, script=garbage),
+    Case("max_calls_per_turn", 1, lambda s: len(first_action(s).results), 1, script=calls_two),
+    Case("keep_whole_outputs", True, lambda s: any("/outputs/" in f for f in s.files), True, script=asks_for_much),
+    Case("surplus_calls", "ignore", lambda s: len(first_action(s).errors), 0, {"max_calls_per_turn": 1}, calls_two),
+    Case("history_policy", "rerender", lambda s: s.runners[0].renderer.history_policy, "rerender"),
+    Case("context_policy", "drop_old_turns", lambda s: type(s.runners[0].context_policy).__name__, "DropOldTurns"),
+    Case("raw_content", True, lambda s: s.asked()[0].ids.count(s.engine.renderer.end_id), 2),
+    Case("truncated_episodes", "mask", advantages, {1: -0.75, 3: 2.25}, TWO | {"advantage_estimator": "dr_grpo"}, half_cut),
+    Case("truncated_episodes", "drop", advantages, {1: -1.5, 3: 1.5}, TWO | {"advantage_estimator": "dr_grpo"}, half_cut),
+    # data
+    Case("prompt_data", "MODEL/tasks.jsonl", lambda s: set(tasks(s)) <= {"f0", "f1", "f2"}, True),
+    Case("input_key", "q", lambda s: s.played[0].task.prompt[0], "q", FILE),
+    Case("label_key", "a", lambda s: s.played[0].task.label[0], "a", FILE),
+    Case("rollout_shuffle", False, tasks, [f"train{i}" for i in (0, 0, 1, 1, 2, 2, 3, 3)]),
+    Case("data_limit", 1, lambda s: set(tasks(s)), {"train0"}),
+    Case("data_limit", 1, lambda s: set(tasks(s)), {"f0"}, FILE),
+    # rollout
+    Case("num_rollout", 3, lambda s: len(s.trainer.steps), 3),
+    Case("rollout_batch_size", 3, lambda s: len({r.source for r in s.trainer.steps[0][0]}), 6),
+    Case("n_samples_per_prompt", 3, lambda s: [tasks(s).count(t) for t in tasks(s)[:1]], [3]),
+    Case("num_steps_per_rollout", 2, lambda s: [len(rows) for rows, _, _ in s.trainer.steps], [2, 2, 2, 2]),
+    Case("rollout_temperature", 1.5, sampling("temperature"), {1.5}),
+    Case("rollout_temperature", 1.5, lambda s: {float(t) for r in s.rows for t in r.temperature[r.weights > 0]}, {1.5}),
+    Case("rollout_top_p", 0.9, sampling("top_p"), {0.9}, {"allow_truncated_sampling": True}),
+    Case("rollout_top_k", 5, sampling("top_k"), {5}, {"allow_truncated_sampling": True}),
+    Case("allow_truncated_sampling", True, error, None, {"rollout_top_k": 5}),
+    Case("rollout_max_response_len", 200, lambda s: s.asked()[0].sampling.max_new_tokens, 200),
+    Case("rollout_max_context_len", 600, engine("context_length"), 600),
+    Case("rollout_max_context_len", 600, lambda s: len(s.asked()[0].ids) + s.asked()[0].sampling.max_new_tokens, 600),
+    Case("max_tokens_per_turn", 150, sampling("max_new_tokens"), {150}),
+    Case("concurrency", 1, lambda s: s.engine.most_running, 1),
+    Case("episode_timeout_s", 0.1, lambda s: {t.stop_reason.value for t in s.played}, {"episode_timeout"}, {"num_rollout": 1}, slow),
+    Case("max_retries", 1, lambda s: {t.attempt for t in s.episodes}, {0, 1}, {"num_rollout": 1, "max_failure_share": 1.0}, all_fail),
+    Case("min_group_size", 1, lambda s: len(s.trainer.steps), 2, LOST, odd_ones_fail),
+    Case("max_failure_share", 1.0, error, None, {"max_retries": 0}, odd_ones_fail),
+    # engine
+    Case("engine_max_running", 3, engine("max_running"), 3),
+    Case("threads", 3, engine("threads"), 3),
+    Case("threads", 3, trainer("threads"), 3),
+    # train
+    Case("advantage_estimator", "dr_grpo", lambda s: set(advantages(s).values()), {-1.5, 1.5}),
+    Case("advantage_estimator", "rloo", lambda s: set(advantages(s).values()), {-3.0, 3.0}),
+    Case("eps_clip", 0.3, loss("eps_clip"), 0.3),
+    Case("eps_clip_high", 0.4, loss("eps_clip_high"), 0.4),
+    Case("eps_clip_c", 3.0, loss("eps_clip_c"), 3.0),
+    Case("use_kl_loss", True, trainer("reference"), True),
+    Case("use_kl_loss", True, lambda s: [r.ref_log_probs is None for r in s.rows], [False] * 8),
+    Case("kl_loss_coef", 0.1, loss("kl_loss_coef"), 0.1, {"use_kl_loss": True}),
+    Case("kl_loss_coef", 0.1, lambda s: len(s.trainer.steps), 2, {"use_kl_loss": True}, flat),
+    Case("kl_loss_type", "k2", loss("kl_loss_type"), "k2", {"use_kl_loss": True}),
+    Case("entropy_coef", 0.1, loss("entropy_coef"), 0.1),
+    Case("entropy_coef", 0.1, lambda s: len(s.trainer.steps), 2, script=flat),
+    Case("calculate_per_token_loss", True, per_token, 1),
+    Case("calculate_per_token_loss", True, per_token, 1, job="sft"),
+    Case("use_tis", True, loss("use_tis"), True),
+    Case("tis_threshold", 3.0, loss("tis_threshold"), 3.0, {"use_tis": True}),
+    Case("lr", 0.125, rates, [0.125, 0.125]),
+    Case("lr", 0.125, rates, [0.125], job="sft"),
+    Case("lr_warmup_rollouts", 2, rates, [0.5, 1.0], {"lr": 1.0}),
+    Case("lr_warmup_rollouts", 2, rates, [0.5, 1.0], {"lr": 1.0, "sft_epochs": 2}, job="sft"),
+    Case("lr_decay_style", "linear", rates, [1.0, 0.55], {"lr": 1.0}),
+    Case("lr_decay_style", "cosine", rates, [1.0, 0.775, 0.325], {"lr": 1.0, "num_rollout": 3}),
+    Case("lr_decay_style", "linear", rates, [1.0, 0.5], {"lr": 1.0, "sft_epochs": 2}, job="sft"),
+    Case("max_tokens_per_gpu", 512, trainer("micro_batch_tokens"), 512),
+    Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
+    Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
+    # evaluation
+    Case("eval_interval", 1, evaluated, ["eval/test/0", "eval/test/1", "eval/test/2"]),
+    Case("eval_prompt_data", ["held", "MODEL/tasks.jsonl"], evaluated, ["eval/held/0", "eval/held/2"], EVALUATED),
+    Case("n_samples_per_eval_prompt", 3, eval_questions, 12, EVALUATED),
+    Case("eval_temperature", 0.5, sampling("temperature", held_out=True), {0.5}, EVALUATED),
+    Case("eval_limit", 2, eval_questions, 2, EVALUATED),
+    Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
+    # sft
+    Case("sft_epochs", 2, lambda s: len(s.trainer.steps), 2, job="sft"),
+    Case("sft_batch_size", 2, lambda s: [len(rows) for rows, _, _ in s.trainer.steps], [2, 2, 2], job="sft"),
+    Case("seed", 7, trainer("seed"), 7, job="sft"),
+]  # fmt: skip
+ELSEWHERE = {
+    "env": "every case names one, and its tasks are what is played",
+    "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
+    "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",
+    "runner_processes": "needs servers: test_runners.py",
+    "engine": "needs servers: test_sglang_plan.py",
+    "colocate": "needs servers: test_sglang_plan.py",
+    "weight_sync": "needs servers: test_sglang_plan.py",
+    "update_weight_buffer_size": "needs servers: test_settings_of_servers",
+    "update_weight_disk_dir": "needs servers: test_sglang_plan.py",
+    "rollout_num_gpus": "needs servers: test_sglang_plan.py",
+    "rollout_num_gpus_per_engine": "needs servers: test_sglang_plan.py",
+    "rollout_external_engine_addrs": "needs servers: test_settings_of_servers",
+    "engine_python": "needs servers: test_sglang_plan.py",
+    "engine_pythonpath": "needs servers: test_sglang_plan.py",
+    "sglang": "needs servers: test_sglang_plan.py",
+}
+"""why no case here has the setting"""
+
+
+def _id(case):
+    parts = [case.name, str(case.value)[:20], *([] if case.job == "train" else [case.job])]
+    return "-".join(parts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_id)
+async def test_a_setting_reaches_what_it_is_for(play, plain_runs, case):
+    with_it = await play(case.given | {case.name: case.value}, case.script, case.job)
+    key = repr(case.given), case.script, case.job
+    without = plain_runs[key] = plain_runs.get(key) or await play(case.given, case.script, case.job)
+    if case.see is not error:
+        assert (with_it.error, without.error) == (None, None)
+    got, before = case.see(with_it), case.see(without)
+    assert got == (pytest.approx(case.want) if case.see is rates else case.want)
+    assert before != got, "the case shows nothing: the run is the same without the setting"
+
+
+def test_every_setting_has_a_case():
+    everything = {*FIELDS, *TABLES}
+    covered = {case.name for case in CASES}
+    assert covered | ELSEWHERE.keys() == everything
+    assert not covered & ELSEWHERE.keys()
+    assert all(ELSEWHERE.values())
+
+
+def test_no_case_has_the_default():
+    defaults = {f.name: f.default for cls in SECTIONS.values() for f in fields(cls)}
+    usual = [c.name for c in CASES if defaults.get(c.name) == c.value]
+    assert usual == ["tensorboard"], "off in all other cases"
+
+
+# -- more of what the cases above show one by one ------------------------------------------------------------------------
+
+
+async def test_old_log_probs_are_the_trainers_own_before_the_first_step_and_reference_ones_the_references(play):
+    seen = await play({"num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1})
+    assert seen.trainer.events == ["old", "old", "reference", "reference", "step", "step"] * 2
+    for number, (rows, _, _) in enumerate(seen.trainer.steps):
+        for row in rows:
+            trained = row.weights > 0
+            assert set(row.old_log_probs[trained]) == {OLD - 2 * (number // 2)}, "of the weights that sampled"
+            assert set(row.ref_log_probs[trained]) == {REFERENCE}
+            assert set(row.old_log_probs[trained]) != set(row.rollout_log_probs[trained])
+
+
+async def test_one_step_per_rollout_asks_for_no_old_log_probs(play):
+    seen = await play({})
+    assert seen.trainer.events == ["step", "step"]
+    assert all(r.old_log_probs is None and r.ref_log_probs is None for r in seen.rows)
+
+
+async def test_rows_hold_what_the_engine_said_and_the_seed_decides_what_it_is_asked(play):
+    seen, again, other = await play({}), await play({}), await play({"seed": 7})
+    by_session = {t.episode_id: t for t in seen.played}
+    for row in seen.rows:
+        t = by_session[row.source[0]]
+        assert row.tokens.tolist() == list(t.segments[0].ids)
+        said = [p for s in t.segments[0].spans for p in (s.log_probs or [0.0] * len(s.ids))]
+        assert np.allclose(row.rollout_log_probs, said)
+    seeds = [[r.sampling.seed for r in s.asked()] for s in (seen, again, other)]
+    assert seeds[0] == seeds[1]
+    assert not set(seeds[0]) & set(seeds[2])
+    assert tasks(seen) != tasks(other), "in another order"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"apply_chat_template": False}, "--apply-chat-template false is not supported"),
+        ({"global_batch_size": 7}, "rollout_batch_size × n_samples_per_prompt"),
+    ],
+)
+def test_what_only_the_check_reads(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        build_config(settings)
+
+
+def test_global_batch_size_follows_from_its_equation():
+    sizes = {"rollout_batch_size": 6, "n_samples_per_prompt": 4}
+    assert build_config(sizes | {"num_steps_per_rollout": 3}).global_batch_size == 8
+    assert build_config(sizes | {"num_steps_per_rollout": 3, "global_batch_size": 8}).global_batch_size == 8
+
+
+@pytest.mark.parametrize("kind", ["split", "colocated"])
+def test_settings_of_servers(model, kind):
+    settings = {"engine": "sglang", "rollout_external_engine_addrs": ["127.0.0.1:1"], "weight_sync": kind}
+    given = {"hf_checkpoint": str(model / "model"), "env": str(ENV), "update_weight_buffer_size": 12345}
+    parts = assemble.Parts(build_config(given, settings))
+    assert [m.engine.address for m in parts.engine().members] == ["http://127.0.0.1:1"]
+    sync = parts.weight_sync()
+    try:
+        assert sync.bucket_bytes == 12345
+        assert type(sync) is {"split": SplitSync, "colocated": ColocatedSync}[kind]
+    finally:
+        sync.close()
+        parts.close()
