@@ -8,8 +8,8 @@ Importing it imports no torch.
 from agentrl.env import Env, ToolEnv, register_env
 from agentrl.errors import AgentRLError, InfraError
 from agentrl.reward import Reward, reward
-from agentrl.samples import Sample
 from agentrl.tool import Tool, ToolLimits, tool
+from agentrl.train.sample import Sample
 from agentrl.types import Action, Observation, StepResult, Task, Trajectory
 
 __version__ = "0.1.0"

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from agentrl.core.registry import Registry
 from agentrl.errors import ConfigError, ContractError, suggest
-from agentrl.registry import Registry
 from agentrl.tool import Tool, ToolSpec, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
 

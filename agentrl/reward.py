@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, overload
 
+from agentrl.core.name_syntax import split_weight
+from agentrl.core.registry import Registry
+from agentrl.core.timeout_pool import Pool
 from agentrl.errors import ConfigError, ContractError, RewardFailure, boundary
-from agentrl.names import split_weight
-from agentrl.pool import Pool
-from agentrl.registry import Registry
 from agentrl.types import Trajectory
 
 

@@ -1,4 +1,4 @@
-"""What users write: `@tool` functions and methods, and `Tool` for tools with state. How they are called is in toolbox.py.
+"""What users write: `@tool` functions and methods, and `Tool` for tools with state. How they are called is in rollout/tool_executor.py.
 
     @tool
     def add(a: int, b: int) -> int:

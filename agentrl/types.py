@@ -1,6 +1,6 @@
 """The words of design §2–§6 as types: task, message, action, observation, span, segment, turn, trajectory.
 
-Nothing here knows a tokenizer, an engine or torch. `Sample`, the training row, is in `samples.py`.
+Nothing here knows a tokenizer, an engine or torch. `Sample`, the training row, is in `train/sample.py`.
 
 One worked example, the ids of one episode of one segment (mask 1 is underlined)::
 
@@ -18,8 +18,8 @@ from enum import Enum, IntEnum
 from itertools import chain
 from typing import Any
 
+from agentrl.core.message_images import Placed
 from agentrl.errors import ContractError, InvariantError
-from agentrl.images import Placed
 
 Message = dict[str, Any]
 """A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts), optionally `tool_calls`, `name`, `tool_call_id`."""

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from agentrl.engine.base import Generation, SamplingParams
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.engine import LocalEngine
 
 
 def build_model(folder: Path) -> None:

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from agentrl import ToolEnv, Trajectory, tool
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.scripted import Ask, ScriptedEngine
-from agentrl.episode import EpisodeRunner, Limits
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, encode, read_episodes, to_record
 from agentrl.types import FinishReason
 from benchmarks.overhead.agent import document, exact_match, specs

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from agentrl.cli import main as agentrl
-from agentrl.commands.replay import rollout_seconds
-from agentrl.models import model_folder
+from agentrl.cli.main import main as agentrl
+from agentrl.cli.replay_command import rollout_seconds
 from agentrl.render import Tokenizer
-from agentrl.render.tags import TagFormat
+from agentrl.render.formats.inline_tags import TagFormat
+from agentrl.run.model_folder import model_folder
 from agentrl.store import read_episodes
 from agentrl.types import Action, Provenance, Span, Trajectory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.pool import pure
+from agentrl.core.timeout_pool import pure
 from agentrl.reward import reward
 from agentrl.rewards import qa
 from agentrl.types import Trajectory

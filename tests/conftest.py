@@ -143,7 +143,7 @@ async def lookup_run(tmp_path, tokenizer_dir, tags):
 
     from agentrl import __version__
     from agentrl.config import build_config
-    from agentrl.runfolder import RunFolder
+    from agentrl.store.run_folder import RunFolder
 
     env = tmp_path / "lookup.py"
     shutil.copy(Path(__file__).parent / "lookup.py", env)

@@ -13,12 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
 from agentrl.env import Env
-from agentrl.episode import EpisodeRunner, Limits
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.sync.fingerprint import fingerprint
+from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.types import (
     EpisodeSpec,
     FinishReason,

@@ -7,9 +7,9 @@ from doubles import FakeEngine, call, groups_of, make_runner
 from lookup import Search, exact
 
 from agentrl import ToolEnv, tool
-from agentrl.cli import main
-from agentrl.replay.run import Tally, replay_group
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.cli.main import main
+from agentrl.replay.replayer import Tally, replay_group
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, read_episodes
 
 

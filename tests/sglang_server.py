@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.engine.launch import ServerProcess
-from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
-from agentrl.engine.sglang import SGLangEngine
-from agentrl.engine.sglang_install import find_installation
+from agentrl.core.ports import free_port
+from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.installation import find_installation
+from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import ConfigError
-from agentrl.ports import free_port
 
 MODEL = Path(__file__).parents[1] / "agentrl/assets/search_r1_3m"
 LENGTH = 512

@@ -47,7 +47,9 @@ Mine().tool_specs()
 
 
 def test_the_protocols_and_the_command_line_load_no_torch():
-    loaded = loaded_by("import agentrl.engine.base, agentrl.train.base, agentrl.episode, agentrl.config, agentrl.cli")
+    loaded = loaded_by(
+        "import agentrl.engine.base, agentrl.train.base, agentrl.rollout.episode, agentrl.config, agentrl.cli.main"
+    )
     assert not {"torch", "megatron"} & set(loaded)
 
 

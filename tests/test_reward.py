@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from doubles import trajectory
 
+from agentrl.core.timeout_pool import pure
 from agentrl.errors import ConfigError, ContractError, InfraError, RewardFailure, UnknownNameError
-from agentrl.pool import pure
 from agentrl.reward import REWARDS, Reward, Scorer, resolve_rewards, reward
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.check.findings import Findings
+from agentrl.core.timeout_pool import is_async
 from agentrl.env import Env
 from agentrl.errors import InfraError, UsageError
-from agentrl.pool import is_async
 from agentrl.types import Action, StepResult
 
 SLOW_S = 1.0

@@ -5,7 +5,7 @@ Field names are unique over all sections, so that each is also a flag: `rollout_
 settings live in the table `[megatron]` under Megatron's names, SGLang's in `[sglang]`.
 """
 
-from agentrl.config.layers import Layer, build_config, read_toml
+from agentrl.config.load import Layer, build_config, read_toml
 from agentrl.config.settings import (
     FIELDS,
     SECTIONS,

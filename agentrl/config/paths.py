@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config.settings import Config
-from agentrl.names import split_object, split_slice, split_weight
+from agentrl.core.name_syntax import split_object, split_slice, split_weight
 
 
 def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:

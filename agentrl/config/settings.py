@@ -168,7 +168,7 @@ class TrainSettings:
     """Losses and optimizer. Everything of Megatron's own is in [megatron]."""
 
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """see agentrl/advantage.py for formulas and sources"""
+    """see agentrl/train/advantage.py for formulas and sources"""
     eps_clip: float = 0.2
     """of the probability ratio, both ways"""
     eps_clip_high: float | None = None

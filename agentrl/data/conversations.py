@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from agentrl.errors import DataError
-from agentrl.recorder import Recorder
 from agentrl.render import Renderer
+from agentrl.rollout.recorder import Recorder
 from agentrl.types import Action, Message, Provenance, StopReason, Task, Trajectory, Turn
 
 

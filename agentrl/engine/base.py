@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from agentrl.core.message_images import Placed
 from agentrl.errors import ConfigError, EngineFailure
-from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 
@@ -73,7 +73,7 @@ class WeightsManifest:
     path: Path
     """a folder of *.safetensors files with Hugging Face names"""
     fingerprint: str
-    """of all tensors (agentrl.sync.fingerprint); the receiver computes it again"""
+    """of all tensors (agentrl.core.weights_fingerprint); the receiver computes it again"""
 
 
 @runtime_checkable

@@ -13,10 +13,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.core.message_images import Placed
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode, StopFinder, uniform
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure, boundary
-from agentrl.images import Placed
 from agentrl.types import FinishReason
 
 

@@ -1,9 +1,9 @@
 """Messages to token ids and sampled text to actions, exactly: one small file per family over one shared mechanism."""
 
 from agentrl.render.base import ActionFormat, Delta, HistoryPolicy
-from agentrl.render.context import ContextPolicy, ContextView, DropOldTurns, Summarise, TruncateOldResults
+from agentrl.render.context_policy import ContextPolicy, ContextView, DropOldTurns, Summarise, TruncateOldResults
 from agentrl.render.families import FAMILIES, FORMATS, make_renderer
-from agentrl.render.template import Renderer
+from agentrl.render.renderer import Renderer
 from agentrl.render.tokenizer import Tokenizer
 
 __all__ = [

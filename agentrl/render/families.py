@@ -6,20 +6,20 @@ from datetime import datetime
 from typing import Any, Literal
 
 from agentrl.errors import TemplateError, UnknownNameError
-from agentrl.render import chatml, deepseek, gemma, glm, gptoss, kimi, llama, mistral, qwen_coder
 from agentrl.render.base import ActionFormat, Family, HistoryPolicy
-from agentrl.render.deepseek import DeepSeekFormat
-from agentrl.render.gemma import PythonicFormat
-from agentrl.render.glm import GlmFormat
-from agentrl.render.gptoss import HarmonyFormat
-from agentrl.render.hermes import HermesFormat
+from agentrl.render.formats import chatml, deepseek, gemma, glm, gptoss, kimi, llama, mistral, qwen_coder
+from agentrl.render.formats.deepseek import DeepSeekFormat
+from agentrl.render.formats.gemma import PythonicFormat
+from agentrl.render.formats.glm import GlmFormat
+from agentrl.render.formats.gptoss import HarmonyFormat
+from agentrl.render.formats.hermes import HermesFormat
+from agentrl.render.formats.inline_tags import TagFormat
+from agentrl.render.formats.kimi import KimiFormat
+from agentrl.render.formats.llama import LlamaFormat
+from agentrl.render.formats.mistral import MistralFormat
+from agentrl.render.formats.qwen_coder import QwenCoderFormat
 from agentrl.render.images import Images
-from agentrl.render.kimi import KimiFormat
-from agentrl.render.llama import LlamaFormat
-from agentrl.render.mistral import MistralFormat
-from agentrl.render.qwen_coder import QwenCoderFormat
-from agentrl.render.tags import TagFormat
-from agentrl.render.template import GENERIC, Renderer
+from agentrl.render.renderer import GENERIC, Renderer
 from agentrl.render.tokenizer import Tokenizer
 
 _ALL: tuple[ActionFormat, ...] = (

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.core.message_images import Image, Placed
 from agentrl.errors import TemplateError
-from agentrl.images import Image, Placed
 from agentrl.render.base import Pieces
-from agentrl.render.scaffold import merged
+from agentrl.render.delta_template import merged
 from agentrl.types import Provenance
 
 _PLACEHOLDERS = ("<|image_pad|>", "<image_pad>")

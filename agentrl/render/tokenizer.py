@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from agentrl.errors import TemplateError
-from agentrl.render.fast import FastDecoder, FastEncoder, part_state
+from agentrl.render.bpe_cache import FastDecoder, FastEncoder, part_state
 
 _BASES = (0xF0000, 0x100000, 0xF8000, 0x108000)
 """where private-use stand-ins may start; one whose range the content does not use is taken"""

@@ -11,9 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.render.template import strip_control
+from agentrl.render.renderer import strip_control
+from agentrl.replay.json_values import (
+    as_text,
+    first_unlike,
+    first_unlike_part,
+    one_begins_the_other,
+    same,
+    strings,
+    tails,
+)
 from agentrl.replay.playback import OUTSIDE, Departure, sampled_span
-from agentrl.replay.values import as_text, first_unlike, first_unlike_part, one_begins_the_other, same, strings, tails
 from agentrl.types import Status, StopReason, Trajectory, Turn
 
 CAUSES = ("seed", "template", "parser", "tool result", "env", "reward", "limit")

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from agentrl.core.message_images import Placed
+from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Engine, Generation, SamplingParams
 from agentrl.env import Env
-from agentrl.episode import EpisodeRunner
 from agentrl.errors import ConfigError, StoreError
-from agentrl.images import Placed
-from agentrl.render.context import ContextPolicy, ContextView
-from agentrl.render.template import strip_control
-from agentrl.replay.playback import PlaybackEngine, PlaybackToolbox, Rewrite, is_stateful
-from agentrl.replay.run import spec_of
-from agentrl.replay.values import first_unlike
-from agentrl.seeds import derive_seed
+from agentrl.render.context_policy import ContextPolicy, ContextView
+from agentrl.render.renderer import strip_control
+from agentrl.replay.json_values import first_unlike
+from agentrl.replay.playback import PlaybackEngine, PlaybackToolExecutor, Rewrite, is_stateful
+from agentrl.replay.replayer import spec_of
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.tool_executor import ToolExecutor
 from agentrl.tool import ToolSpec
-from agentrl.toolbox import Toolbox
 from agentrl.types import Action, Message, Observation, StepResult, Trajectory
 
 
@@ -66,7 +66,7 @@ class ForkEngine(PlaybackEngine):
         await self.live.release(session)
 
 
-class ForkToolbox(PlaybackToolbox):
+class ForkToolExecutor(PlaybackToolExecutor):
     """Recorded results before the fork, real calls after it.
 
     Before it, methods of the environment (and of `Tool` objects) are called too, for what they change in it; what they give is not used.
@@ -104,14 +104,14 @@ async def fork(
         raise ConfigError(
             f"episode {recorded.episode_id} has turns 0 to {len(recorded.turns) - 1}; it cannot be forked at turn {turn}"
         )
-    live, real, make, rewrite = runner.engine, runner.toolbox, runner.make_env, runner.rewrite
+    live, real, make, rewrite = runner.engine, runner.tool_executor, runner.make_env, runner.rewrite
     spec = spec_of(recorded)
     branches = []
     try:
         for number, seed in enumerate(seeds):
             engine = ForkEngine(recorded, live, turn, seed)
             runner.engine = engine
-            runner.toolbox = cast(Toolbox, ForkToolbox(engine, real))
+            runner.tool_executor = cast(ToolExecutor, ForkToolExecutor(engine, real))
             runner.rewrite = partial(engine.rewrite, rewrite)  # type: ignore[method-assign]
             runner.make_env = make if observation is None else edited(make, turn, observation)
             made = await runner.run(replace(spec, prefix=f"fork/{recorded.episode_id}@{turn}/{number}/"))
@@ -121,7 +121,7 @@ async def fork(
                 )
             branches.append(Branch(number, seed, made, _differs_at(recorded, made)))
     finally:
-        runner.engine, runner.toolbox, runner.make_env = live, real, make
+        runner.engine, runner.tool_executor, runner.make_env = live, real, make
         runner.rewrite = rewrite  # type: ignore[method-assign]
     return branches
 

@@ -1,4 +1,4 @@
-"""An engine and a toolbox that answer from a recorded episode, so that the real EpisodeRunner plays it again.
+"""An engine and a tool executor that answer from a recorded episode, so that the real EpisodeRunner plays it again.
 
 They stop the episode (`Diverged`) as soon as the record has no answer to what today's code asks; why that is, compare.py finds out.
 """
@@ -11,13 +11,13 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
+from agentrl.core.message_images import Placed
+from agentrl.core.timeout_pool import is_async
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
-from agentrl.images import Placed
-from agentrl.pool import is_async
-from agentrl.render.context import ContextPolicy, ContextView
+from agentrl.render.context_policy import ContextPolicy, ContextView
+from agentrl.rollout.tool_executor import ToolExecutor
 from agentrl.tool import ToolSpec
-from agentrl.toolbox import Toolbox
 from agentrl.types import Action, FinishReason, Message, Provenance, Span, StopReason, Trajectory, Turn
 
 OUTSIDE = (StopReason.EPISODE_TIMEOUT, StopReason.ENGINE_ABORT, StopReason.ENGINE_FAILURE)
@@ -142,10 +142,10 @@ def sampled_span(t: Trajectory, turn: Turn) -> Span | None:
     return next((s for s in t.segments[turn.segment].spans if s.turn == turn.index and s.provenance in mine), None)
 
 
-class PlaybackToolbox:
+class PlaybackToolExecutor:
     """Answers the calls of one recorded episode, turn after turn, with their recorded results; those in `live` are really made."""
 
-    def __init__(self, engine: PlaybackEngine, real: Toolbox, live: Container[str] = ()) -> None:
+    def __init__(self, engine: PlaybackEngine, real: ToolExecutor, live: Container[str] = ()) -> None:
         self.engine = engine
         self.real = real
         self.live = live
@@ -183,7 +183,7 @@ class PlaybackToolbox:
         return self.real.counts
 
     def close(self) -> None:
-        """Let the real toolbox's threads end."""
+        """Let the real tool executor's threads end."""
         self.real.close()
 
 
@@ -200,11 +200,11 @@ class EveryTool:
 
 
 def play_back(runner: Any, recorded: Trajectory, live: Container[str] = ()) -> PlaybackEngine:
-    """Put a recorded episode under a runner in place of its engine and toolbox; returns the engine."""
+    """Put a recorded episode under a runner in place of its engine and tool executor; returns the engine."""
     engine = PlaybackEngine(recorded)
     runner.engine = engine
-    real = runner.toolbox.real if isinstance(runner.toolbox, PlaybackToolbox) else runner.toolbox
-    runner.toolbox = cast(Toolbox, PlaybackToolbox(engine, real, live))
+    real = runner.tool_executor.real if isinstance(runner.tool_executor, PlaybackToolExecutor) else runner.tool_executor
+    runner.tool_executor = cast(ToolExecutor, PlaybackToolExecutor(engine, real, live))
     runner.rewrite = partial(engine.rewrite, MethodType(type(runner).rewrite, runner))
     return engine
 

@@ -8,9 +8,9 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from agentrl.advantage import EQUAL, group_advantages
 from agentrl.errors import RewardFailure
 from agentrl.reward import Scorer
+from agentrl.train.advantage import EQUAL, group_advantages
 from agentrl.types import Group, Status, StopReason, Trajectory
 
 

@@ -3,9 +3,16 @@
 `EpisodeWriter` appends, `read_episodes` reads in order, `Recording` opens a folder of any size at once by its index.
 """
 
-from agentrl.store.files import EpisodeWriter, all_records, episodes_folder, read_episodes, read_records, truncate
-from agentrl.store.index import Entry
-from agentrl.store.record import (
+from agentrl.store.episode_files import (
+    EpisodeWriter,
+    all_records,
+    episodes_folder,
+    read_episodes,
+    read_records,
+    truncate,
+)
+from agentrl.store.episode_index import Entry
+from agentrl.store.episode_record import (
     VERSION,
     decode,
     encode,

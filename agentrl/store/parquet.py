@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.store.record import encode
+from agentrl.store.episode_record import encode
 from agentrl.types import Provenance
 
 _BATCH = 2000

@@ -9,11 +9,19 @@ from typing import Any
 import zstandard
 
 from agentrl.errors import StoreError, suggest
-from agentrl.store.aside import Outputs
-from agentrl.store.files import data_files, episodes_folder, frames, images_folder, index_of, number_of, outputs_folder
-from agentrl.store.index import Entry, read_entries, summary
+from agentrl.store.blobs import Outputs
+from agentrl.store.episode_files import (
+    data_files,
+    episodes_folder,
+    frames,
+    images_folder,
+    index_of,
+    number_of,
+    outputs_folder,
+)
+from agentrl.store.episode_index import Entry, read_entries, summary
+from agentrl.store.episode_record import decode
 from agentrl.store.lock import is_held
-from agentrl.store.record import decode
 
 
 class _Place:

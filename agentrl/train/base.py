@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """The loss of one optimizer step; see train/loss.py for the formulas and their sources."""
+    """The loss of one optimizer step; see train/megatron/loss.py for the formulas and their sources."""
 
     kind: str = "policy"
     """'policy' (clipped surrogate) or 'sft' (cross entropy)"""

@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 
 from agentrl.errors import ConfigError, InvariantError
-from agentrl.samples import Sample
 from agentrl.train.base import Row
+from agentrl.train.sample import Sample
 
 NO_IMAGES = "the trainer is a text model's (megatron-core's GPTModel) and cannot train on images"
 NORMALISATIONS = ("sequence", "token")

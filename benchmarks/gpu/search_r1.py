@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--kill-after", type=int, metavar="N")
     parser.add_argument("--run", default="run", help="name of the training run's folder in WORK")
     args = parser.parse_args()
-    from agentrl.models import model_folder
+    from agentrl.run.model_folder import model_folder
 
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)

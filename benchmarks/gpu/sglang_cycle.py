@@ -28,23 +28,23 @@ import orjson
 
 from agentrl import Env
 from agentrl.engine.base import Generation, SamplingParams
-from agentrl.engine.fleet import Fleet
-from agentrl.engine.launch import ServerProcess
-from agentrl.engine.launch_spec import LaunchSpec, check_spec, command_line
-from agentrl.engine.members import Member
-from agentrl.engine.sglang import SGLangEngine
-from agentrl.engine.sglang_install import find_installation
-from agentrl.episode import EpisodeRunner, Limits
+from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.installation import find_installation
+from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.sglang.server_process import ServerProcess
+from agentrl.engine.sglang.supervisor import Member
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.reward import Scorer
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter
-from agentrl.sync.base import WeightSync
-from agentrl.sync.colocated import ColocatedSync
-from agentrl.sync.split import SplitSync
 from agentrl.train.base import LossConfig, Row
-from agentrl.train.megatron import MegatronTrainer
+from agentrl.train.megatron.trainer import MegatronTrainer
 from agentrl.types import Action, EpisodeSpec, FinishReason, StepResult, Task
+from agentrl.weight_sync.base import WeightSync
+from agentrl.weight_sync.broadcast import SplitSync
+from agentrl.weight_sync.colocated import ColocatedSync
 
 FLAGS = {
     "attention_backend": "triton",
@@ -127,7 +127,7 @@ async def syncs(
     for _ in range(REPEATS):
         started = time.perf_counter()
         if cycle:
-            await sync.lend(trainer, fleet)
+            await sync.yield_gpu(trainer, fleet)
         lent = time.perf_counter()
         if batch:
             await asyncio.to_thread(trainer.step, batch, LossConfig(kind="sft"), 1e-4)

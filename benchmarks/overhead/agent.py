@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import ToolEnv, Trajectory, reward, tool
+from agentrl.core.timeout_pool import pure
 from agentrl.engine.base import Engine, SamplingParams
-from agentrl.engine.fleet import Fleet
-from agentrl.engine.members import Member
-from agentrl.engine.sglang import SGLangEngine
-from agentrl.episode import EpisodeRunner, Limits
-from agentrl.pool import pure
+from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.supervisor import Member
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, exactness_violations, read_episodes
 from agentrl.types import EpisodeSpec, Task
 from benchmarks.overhead.assets import ANSWER, CONTEXT, MODEL, SYSTEM, load, make_agent_renderer, question

@@ -30,13 +30,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.fleet import Fleet
-from agentrl.engine.members import Member
-from agentrl.engine.sglang import SGLangEngine
-from agentrl.episode import EpisodeRunner
+from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.supervisor import Member
 from agentrl.reward import Scorer
-from agentrl.rollout import Rollout, RolloutLimits, Runner
-from agentrl.runners import RunnerProcesses
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.process_pool import RunnerProcesses
+from agentrl.rollout.rollout import Rollout, RolloutLimits, Runner
 from agentrl.store import EpisodeWriter
 from benchmarks.overhead import agent
 from benchmarks.overhead.assets import CONTEXT, MODEL, load

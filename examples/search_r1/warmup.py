@@ -25,10 +25,10 @@ from agentrl.engine.base import SamplingParams
 from agentrl.engine.scripted import Ask, ScriptedEngine
 from agentrl.envs import factbook
 from agentrl.envs.search_r1 import SearchR1
-from agentrl.episode import EpisodeRunner, Limits
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.reward import Scorer
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter
 from agentrl.tool import tool
 from agentrl.types import EpisodeSpec, Task

@@ -6,9 +6,9 @@ import signal
 import sys
 import threading
 
-from agentrl.cli import main
-from agentrl.episode import EpisodeRunner
-from agentrl.train.megatron import MegatronTrainer
+from agentrl.cli.main import main
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.train.megatron.trainer import MegatronTrainer
 
 
 def die() -> None:

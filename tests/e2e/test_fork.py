@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from agentrl.cli import main
-from agentrl.models import model_folder
+from agentrl.cli.main import main
+from agentrl.run.model_folder import model_folder
 from agentrl.store import Recording, from_record
 
 torch = pytest.importorskip("torch")

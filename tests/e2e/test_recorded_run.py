@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import exactness_violations, read_episodes
-from agentrl.view.source import RunSource
+from agentrl.view.run_source import RunSource
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 

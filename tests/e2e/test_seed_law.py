@@ -5,9 +5,9 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from agentrl.assemble import Parts
 from agentrl.config import build_config
-from agentrl.rollout import Rollout, RolloutLimits
+from agentrl.rollout.rollout import Rollout, RolloutLimits
+from agentrl.run.components import Components
 from agentrl.store import to_record
 from agentrl.types import EpisodeSpec
 
@@ -29,25 +29,25 @@ def without_clock(trajectory):
 
 @pytest.mark.slow
 async def test_concurrency_changes_no_episode_of_the_local_engine():
-    parts = Parts(build_config(SETTINGS))
-    tasks = parts.env_class.tasks("train")
+    components = Components(build_config(SETTINGS))
+    tasks = components.env_class.tasks("train")
     chosen = [task for _, task in zip(range(TASKS), tasks, strict=False)]
     members = EPISODES // TASKS
     specs = [[EpisodeSpec(t, g, g * members + i) for i in range(members)] for g, t in enumerate(chosen)]
-    engine = parts.engine()
+    engine = components.engine()
     await engine.start()
     made = {}
     try:
         for concurrency in (1, 7, 64):
             fresh = [[replace(s, prefix=f"{concurrency}/") for s in group] for group in specs]
-            runner = parts.runner(engine, temperature=1.0, seed=11)
+            runner = components.runner(engine, temperature=1.0, seed=11)
             groups, table = await Rollout(runner, RolloutLimits(concurrency)).run(fresh)
             runner.close()
             assert table.failures == 0
             made[concurrency] = [without_clock(t) for g in groups for t in g.trajectories]
     finally:
         await engine.close()
-        parts.close()
+        components.close()
     for records in made.values():
         for record in records:
             record["episode_id"] = record["episode_id"].partition("/")[2]

@@ -6,12 +6,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from agentrl.cli import main
-from agentrl.samples import to_samples
+from agentrl.cli.main import main
 from agentrl.store import Recording, from_record
 from agentrl.train.base import Row
-from agentrl.train.fed import rebuild_rows
-from agentrl.view.detail import fed_rows
+from agentrl.train.sample import to_samples
+from agentrl.train.step_record import rebuild_rows
+from agentrl.view.episode_detail import fed_rows
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -22,7 +22,7 @@ WORDS += ["--eval-interval", "0", "--lr", "1e-4", "--tensorboard", "false", "--c
 @pytest.fixture
 def noted(monkeypatch):
     """(rows as given, metrics as returned) of every optimizer step."""
-    from agentrl.train.megatron import MegatronTrainer
+    from agentrl.train.megatron.trainer import MegatronTrainer
 
     found = []
     step = MegatronTrainer.step

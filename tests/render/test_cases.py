@@ -9,7 +9,7 @@ from template_models import BY_NAME, MODELS, renderer, template_source
 from tokenizers import AddedToken
 
 from agentrl.render import FORMATS, Tokenizer, make_renderer
-from agentrl.render.fit import fit
+from agentrl.render.truncation import fit
 from agentrl.types import FinishReason, Provenance
 
 NAMES = [m.name for m in MODELS]

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from template_models import BY_NAME, MODELS, renderer, tokenizer
 
-import agentrl.engine.local_scheduler as scheduler
+import agentrl.engine.local.scheduler as scheduler
 from agentrl.engine.base import SamplingParams
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.engine import LocalEngine
 from agentrl.env import ToolEnv
-from agentrl.episode import EpisodeRunner, Limits
 from agentrl.reward import Scorer
-from agentrl.samples import to_samples
+from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.tool import tool
-from agentrl.train.megatron import MegatronTrainer
+from agentrl.train.megatron.trainer import MegatronTrainer
 from agentrl.train.rows import make_rows
+from agentrl.train.sample import to_samples
 from agentrl.types import EpisodeSpec, Observation, Provenance, StopReason, Task
 
 pytestmark = pytest.mark.slow

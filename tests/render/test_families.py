@@ -11,7 +11,7 @@ from golden import FOLDER, golden_of
 from template_models import BY_NAME, MODELS, renderer
 
 from agentrl.engine.base import Generation
-from agentrl.recorder import Recorder
+from agentrl.rollout.recorder import Recorder
 from agentrl.types import FinishReason, Provenance
 
 NAMES = [m.name for m in MODELS]

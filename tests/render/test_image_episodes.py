@@ -11,23 +11,23 @@ from doubles import PARIS, make_runner
 from vision import PROCESSOR, VisionEngine, call, log_probs, picture, processed, vision_model, vision_renderer
 
 from agentrl import Env, StepResult, ToolEnv, tool
-from agentrl.assemble import Parts
 from agentrl.config import build_config
+from agentrl.core.message_images import images_in
 from agentrl.errors import ConfigError, StoreError, TemplateError
-from agentrl.images import images_in
-from agentrl.loop import train
 from agentrl.render import make_renderer
 from agentrl.render.images import Images, images_of_model
-from agentrl.render.show import show_tokens
-from agentrl.replay.run import replay_group
-from agentrl.runners import RemoteRunner
-from agentrl.samples import to_samples
+from agentrl.render.token_report import show_tokens
+from agentrl.replay.replayer import replay_group
+from agentrl.rollout.process_pool import RemoteRunner
+from agentrl.run.components import Components
+from agentrl.run.training import train
 from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes, to_record
-from agentrl.store.record import encode
+from agentrl.store.episode_record import encode
 from agentrl.train.rows import make_rows
+from agentrl.train.sample import to_samples
 from agentrl.types import EpisodeSpec, Observation, Provenance, StopReason, Task
-from agentrl.view.detail import episode_detail
-from agentrl.view.export import html_of
+from agentrl.view.episode_detail import episode_detail
+from agentrl.view.html_export import html_of
 
 MAP = Task(
     "map",
@@ -294,7 +294,7 @@ def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp
     settings = {"hf_checkpoint": str(folder), "run": str(tmp_path / "run")}
     settings |= {"env": str(tmp_path / "env.py"), "prompt_data": str(tmp_path / "data.jsonl")}
     config = build_config(settings)
-    parts = Parts(config)
+    parts = Components(config)
     assert isinstance(parts.renderer.images, Images)
     assert parts.renderer.images.tokens(images_in(MAP.prompt)[0]) == renderer.images.tokens(images_in(MAP.prompt)[0])
     with pytest.raises(ConfigError, match=r"cannot train on images.*agentrl rollout"):

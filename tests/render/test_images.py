@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from template_models import Model, data_file, tokenizer
 
+from agentrl.core.message_images import images_in
 from agentrl.errors import ContractError, TemplateError
-from agentrl.images import images_in
-from agentrl.recorder import Recorder
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.render.images import Images
+from agentrl.rollout.recorder import Recorder
 from agentrl.types import Provenance
 
 Image = pytest.importorskip("PIL.Image")

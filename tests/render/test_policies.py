@@ -9,9 +9,9 @@ from template_models import BY_NAME, MODELS, renderer
 
 from agentrl.engine.base import Generation
 from agentrl.errors import ContractError
-from agentrl.recorder import Recorder
-from agentrl.render.context import ContextView, DropOldTurns, Summarise, TruncateOldResults, checked
-from agentrl.samples import to_samples
+from agentrl.render.context_policy import ContextView, DropOldTurns, Summarise, TruncateOldResults, checked
+from agentrl.rollout.recorder import Recorder
+from agentrl.train.sample import to_samples
 from agentrl.types import FinishReason, Provenance, StopReason, Task, Trajectory
 
 NAMES = [m.name for m in MODELS]

@@ -3,7 +3,7 @@
 import pytest
 from template_models import renderer
 
-from agentrl.render import template
+from agentrl.render import renderer as template
 
 TOOL = {"type": "function", "function": {"name": "search", "description": "Look.", "parameters": {"type": "object"}}}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_detectors import DETECTORS
 from utterances import WRITERS, format_of
 
-from agentrl.engine.sglang_install import find_installation
+from agentrl.engine.sglang.installation import find_installation
 from agentrl.errors import ConfigError
 from agentrl.render import FORMATS
 from agentrl.types import FinishReason

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from agentrl.errors import TemplateError
 from agentrl.render import Tokenizer
-from agentrl.render.fast import FastDecoder, FastEncoder
+from agentrl.render.bpe_cache import FastDecoder, FastEncoder
 
 TOKEN_TEXTS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|im_", "end|>", "<", "|>")
 content = st.lists(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from template_models import data_file, tokenizer
 
+from agentrl.core.message_images import Placed
 from agentrl.engine.base import Generation
-from agentrl.images import Placed
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.render.images import Images
 from agentrl.types import FinishReason

@@ -17,19 +17,20 @@ import numpy as np
 import pytest
 from doubles import FakeEngine, call
 
-from agentrl import assemble, report
 from agentrl.config import FIELDS, SECTIONS, build_config
 from agentrl.config.settings import TABLES
-from agentrl.engine import local
-from agentrl.episode import EpisodeRunner
+from agentrl.engine.local import engine as local
 from agentrl.errors import AgentRLError, ConfigError, EngineFailure
-from agentrl.loop import train
 from agentrl.render import Tokenizer, make_renderer
-from agentrl.sft import sft
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.run import components as assemble
+from agentrl.run import report
+from agentrl.run.sft import sft
+from agentrl.run.training import train
 from agentrl.store import read_episodes
-from agentrl.sync.colocated import ColocatedSync
-from agentrl.sync.split import SplitSync
-from agentrl.train import megatron
+from agentrl.train.megatron import trainer as megatron
+from agentrl.weight_sync.broadcast import SplitSync
+from agentrl.weight_sync.colocated import ColocatedSync
 
 ENV = Path(__file__).with_name("joint_env.py")
 OLD, REFERENCE = -0.5, -0.25
@@ -176,8 +177,8 @@ def model(tokenizer_dir, tmp_path_factory):
 def play(model, monkeypatch, tmp_path):
     """Play a run with these settings."""
     renderer = make_renderer(Tokenizer.load(model / "model"), "hermes")
-    monkeypatch.setattr(assemble.Parts, "require_trainable", lambda self: None)
-    monkeypatch.setattr(assemble.Parts, "require_weights", lambda self: None)
+    monkeypatch.setattr(assemble.Components, "require_trainable", lambda self: None)
+    monkeypatch.setattr(assemble.Components, "require_weights", lambda self: None)
     monkeypatch.setattr(report, "draw_curve", lambda *_: None)  # takes most of a run's time
     count = iter(range(1000))
 
@@ -442,8 +443,8 @@ ELSEWHERE = {
 
 
 def _id(case):
-    parts = [case.name, str(case.value)[:20], *([] if case.job == "train" else [case.job])]
-    return "-".join(parts)
+    components = [case.name, str(case.value)[:20], *([] if case.job == "train" else [case.job])]
+    return "-".join(components)
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
@@ -500,7 +501,7 @@ async def test_rows_hold_what_the_engine_said_and_the_seed_decides_what_it_is_as
         assert row.tokens.tolist() == list(t.segments[0].ids)
         said = [p for s in t.segments[0].spans for p in (s.log_probs or [0.0] * len(s.ids))]
         assert np.allclose(row.rollout_log_probs, said)
-    seeds = [[r.sampling.seed for r in s.asked()] for s in (seen, again, other)]
+    seeds = [sorted(r.sampling.seed for r in s.asked()) for s in (seen, again, other)]
     assert seeds[0] == seeds[1]
     assert not set(seeds[0]) & set(seeds[2])
     assert tasks(seen) != tasks(other), "in another order"
@@ -528,12 +529,12 @@ def test_global_batch_size_follows_from_its_equation():
 def test_settings_of_servers(model, kind):
     settings = {"engine": "sglang", "rollout_external_engine_addrs": ["127.0.0.1:1"], "weight_sync": kind}
     given = {"hf_checkpoint": str(model / "model"), "env": str(ENV), "update_weight_buffer_size": 12345}
-    parts = assemble.Parts(build_config(given, settings))
-    assert [m.engine.address for m in parts.engine().members] == ["http://127.0.0.1:1"]
-    sync = parts.weight_sync()
+    components = assemble.Components(build_config(given, settings))
+    assert [m.engine.address for m in components.engine().members] == ["http://127.0.0.1:1"]
+    sync = components.weight_sync()
     try:
         assert sync.bucket_bytes == 12345
         assert type(sync) is {"split": SplitSync, "colocated": ColocatedSync}[kind]
     finally:
         sync.close()
-        parts.close()
+        components.close()

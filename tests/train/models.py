@@ -87,7 +87,7 @@ def make_rows(model: Path, count: int = 7, *, temperature: float = 1.0, seed: in
 
 
 def hf_loss(model: Any, rows: list[Row], loss: LossConfig) -> torch.Tensor:
-    """The policy loss written out a second time, token by token, over whole rows; formulas as in the papers named in train/loss.py."""
+    """The policy loss written out a second time, token by token, over whole rows; formulas as in the papers named in train/megatron/loss.py."""
     total = torch.zeros(())
     for row in rows:
         now = hf_log_probs(model, row)

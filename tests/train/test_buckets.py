@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from agentrl.train.buckets import buckets, serialise
-from agentrl.train.fused import checksums
+from agentrl.train.megatron.delivery.buckets import buckets, serialise
+from agentrl.train.megatron.delivery.fused_checksum import checksums
 
 ALLOWED = {
     ("types", "SimpleNamespace"),

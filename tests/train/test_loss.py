@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 from agentrl.errors import InvariantError  # noqa: E402
 from agentrl.train.base import LossConfig, Row  # noqa: E402
-from agentrl.train.batch import collate  # noqa: E402
-from agentrl.train.loss import TokenData, kl_estimate, surrogate, token_loss, vocab_parallel_log_probs  # noqa: E402
-from agentrl.train.metrics import MAXIMA, SUMS, metrics  # noqa: E402
-from agentrl.train.plan import deal, plan, split  # noqa: E402
+from agentrl.train.batch_plan import deal, plan, split  # noqa: E402
+from agentrl.train.megatron.loss import TokenData, kl_estimate, surrogate, token_loss, vocab_parallel_log_probs  # noqa: E402
+from agentrl.train.megatron.micro_batch import collate  # noqa: E402
+from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, metrics  # noqa: E402
 
 
 def tensor(*values: float) -> torch.Tensor:

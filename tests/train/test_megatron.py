@@ -14,10 +14,10 @@ import torch
 from models import hf_log_probs, hf_loss, hf_model, make_model, make_rows
 from safetensors.torch import load_file
 
+from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.errors import ConfigError, InvariantError, StoreError, WorkerError
-from agentrl.sync.fingerprint import fingerprint
 from agentrl.train.base import LossConfig, Row
-from agentrl.train.megatron import MegatronTrainer
+from agentrl.train.megatron.trainer import MegatronTrainer
 
 pytestmark = pytest.mark.slow
 EVERYTHING = LossConfig(
@@ -263,7 +263,7 @@ def test_workers_end_when_the_controller_is_killed(tmp_path):
 
     model = make_model(tmp_path / "model")
     code = (
-        "import sys, time; from pathlib import Path; from agentrl.train.megatron import MegatronTrainer as T\n"
+        "import sys, time; from pathlib import Path; from agentrl.train.megatron.trainer import MegatronTrainer as T\n"
         f"t = T(Path({str(model)!r}), run_dir=Path({str(tmp_path)!r}), world_size=2, threads=1)\n"
         "print(*[p.pid for p in t.workers.processes], flush=True); time.sleep(600)"
     )

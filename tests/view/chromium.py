@@ -12,8 +12,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from agentrl.view.server import start
-from agentrl.view.source import RunSource
+from agentrl.view.page_server import start
+from agentrl.view.run_source import RunSource
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import PIL.Image
 from chromium import Served, find, open_page, press, start_browser, text, wait
 
-from agentrl.commands.view import decoder
+from agentrl.cli.view_command import decoder
 from agentrl.store import Recording
 
 DOCS = Path(__file__).parents[2] / "docs"

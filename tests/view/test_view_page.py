@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from viewruns import EVIL, add_group, decode, episode, fed, make_large_run, make_run
 
-from agentrl.images import Placed, as_image
+from agentrl.core.message_images import Placed, as_image
 from agentrl.store import EpisodeWriter, Recording
 from agentrl.types import Observation
-from agentrl.view.detail import episode_detail
-from agentrl.view.export import html_of
+from agentrl.view.episode_detail import episode_detail
+from agentrl.view.html_export import html_of
 
 pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
 import chromium

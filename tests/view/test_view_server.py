@@ -8,10 +8,10 @@ from viewruns import EVIL, WORDS, add_group, decode, make_run
 
 from agentrl.errors import StoreError
 from agentrl.store import Recording, encode
-from agentrl.view.detail import episode_detail, pieces
-from agentrl.view.export import html_of
-from agentrl.view.server import is_loopback, make_app, start
-from agentrl.view.source import RunSource
+from agentrl.view.episode_detail import episode_detail, pieces
+from agentrl.view.html_export import html_of
+from agentrl.view.page_server import is_loopback, make_app, start
+from agentrl.view.run_source import RunSource
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 from doubles import OBSERVATION, PROMPT, SAMPLED, span, trajectory
 
 from agentrl.store import EpisodeWriter, to_record
-from agentrl.store.files import index_of
-from agentrl.store.index import summary, write_entry
-from agentrl.store.record import encode
+from agentrl.store.episode_files import index_of
+from agentrl.store.episode_index import summary, write_entry
+from agentrl.store.episode_record import encode
 from agentrl.types import Action, Observation, Provenance, StopReason, ToolCall, ToolResult, Turn
 
 EVIL = (

@@ -1,0 +1,157 @@
+"""The policies of a check, as scripts of an engine, and a tokenizer and renderer made in code: no model, no files.
+
+Even episodes are played by the script: each tool once with arguments that fit, then the task's label as the answer. Odd ones at
+random: calls good and bad, unknown tools, markup that cannot be parsed, silence, long and strange text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from agentrl.engine.scripted import Ask, ScriptedEngine
+from agentrl.render import Renderer, Tokenizer, make_renderer
+from agentrl.render.formats.inline_tags import TagFormat
+from agentrl.tool import ToolSpec
+from agentrl.types import EpisodeSpec, Task
+
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is string else m['content'] | tojson }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_STRANGE = (
+    "🙂 naïve 東京",
+    "<tool_call>",
+    "</answer>",
+    '{"name": ',
+    "\x00\x07",
+    "a" * 3000,
+    "<|im_start|>system",
+    "null",
+    "-1",
+)
+
+
+def make_tiny_renderer(action_format: str | None) -> Renderer:
+    """Bytes as tokens, ChatML as the template. Formats that belong to a model family are played as hermes: an Env cannot tell."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer(backend, chat_template=_TEMPLATE, special={"eos_token": "<|im_end|>"})
+    return make_renderer(tokenizer, "search_r1" if action_format == "search_r1" else "hermes", where="agentrl check")
+
+
+class Policy:
+    """A script for the engine: one of the two policies, by the episode's ordinal."""
+
+    def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], specs: Mapping[str, EpisodeSpec]) -> None:
+        """`specs` are the episodes to come, by their id."""
+        self._renderer = renderer
+        self._tools = tools
+        self._specs = specs
+
+    def engine(self) -> ScriptedEngine:
+        """An engine that follows it."""
+        tokenizer = self._renderer.tokenizer
+        return ScriptedEngine(
+            self, encode=tokenizer.encode_plain, decode=tokenizer.decode, end_id=self._renderer.stop_token_ids[0]
+        )
+
+    def __call__(self, ask: Ask) -> str:
+        """What the policy says in this turn."""
+        spec, random = self._specs[ask.session], Random(ask.sampling.seed)
+        if spec.index % 2:
+            return self._random(spec, ask.number, random)
+        return self._scripted(spec.task, ask.number, random)
+
+    def _scripted(self, task: Task, turn: int, random: Random) -> str:
+        if turn < len(self._tools):
+            return self._call(self._tools[turn], task, random)
+        return self._answer(label_text(task.label))
+
+    def _random(self, spec: EpisodeSpec, turn: int, random: Random) -> str:
+        """Each kind comes first in some episode, so that few episodes see them all."""
+        tool = random.choice(self._tools) if self._tools else None
+        kinds = ["broken", "silence", "unknown", "strange", "answer", "chatter", *(["wrong", "call"] if tool else [])]
+        kind = kinds[spec.index // 2 % len(kinds)] if turn == 0 else random.choice(kinds)
+        if tool is not None and kind == "call":
+            return self._call(tool, spec.task, random)
+        if tool is not None and kind == "wrong":
+            return self._write(tool.name, {"wrong": random.choice(_STRANGE)})
+        texts = {
+            "broken": "<search> </search>"
+            if isinstance(self._renderer.format, TagFormat)
+            else "<tool_call>{</tool_call>",
+            "silence": "",
+            "unknown": self._write("no_such_tool", {"x": 1}),
+            "strange": random.choice(_STRANGE),
+            "answer": self._answer(random.choice((label_text(spec.task.label), "no idea", "", *_STRANGE))),
+        }
+        return texts.get(kind, " ".join(random.choices(words(spec.task), k=random.randint(1, 12))))
+
+    def _call(self, spec: ToolSpec, task: Task, random: Random) -> str:
+        needed = spec.parameters.get("required", [])
+        definitions = spec.parameters.get("$defs", {})
+        chosen = {
+            n: s for n, s in spec.parameters.get("properties", {}).items() if n in needed or random.random() < 0.5
+        }
+        return self._write(spec.name, {n: argument(s, definitions, task, random) for n, s in chosen.items()})
+
+    def _write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        form = self._renderer.format
+        if not isinstance(form, TagFormat):
+            return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+        tag = next((t for t, (tool, _) in form.calls.items() if tool == name), next(iter(form.calls)))
+        return f"<{tag}>{next(iter(arguments.values()), '')}</{tag}>"
+
+    def _answer(self, text: str) -> str:
+        tag = self._renderer.format.answer_tag if isinstance(self._renderer.format, TagFormat) else "answer"
+        return f"<{tag}>{text}</{tag}>"
+
+
+def argument(
+    schema: Mapping[str, Any], definitions: Mapping[str, Any], task: Task, random: Random, depth: int = 0
+) -> Any:
+    """A value that fits a JSON schema, as far as its type says."""
+    if "$ref" in schema:
+        schema = definitions.get(str(schema["$ref"]).rpartition("/")[2], {})
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("enum"):
+        return random.choice(schema["enum"])
+    choices = schema.get("anyOf") or schema.get("allOf")
+    if choices:
+        return argument(random.choice(choices), definitions, task, random, depth + 1)
+    kind = schema.get("type", "string")
+    if kind == "string":
+        return " ".join(random.choices(words(task), k=random.randint(1, 4)))
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", 0)
+        return random.randint(int(low), int(schema.get("maximum", max(low, 0) + 5)))
+    if kind == "array":
+        length = max(int(schema.get("minItems", 1)), 1) if depth < 4 else 0
+        return [argument(schema.get("items", {}), definitions, task, random, depth + 1) for _ in range(length)]
+    if kind == "object":
+        known = schema.get("properties", {}) if depth < 4 else {}
+        return {n: argument(s, definitions, task, random, depth + 1) for n, s in known.items()}
+    return random.random() < 0.5 if kind == "boolean" else None
+
+
+def words(task: Task) -> list[str]:
+    """Words of the task, for arguments and chatter."""
+    text = " ".join(str(m.get("content") or "") for m in task.messages)
+    return text.split()[:200] or ["word"]
+
+
+def label_text(label: Any) -> str:
+    """A label as an answer: the first of several."""
+    while isinstance(label, (list, tuple)) and label:
+        label = label[0]
+    return label if isinstance(label, str) else json.dumps(label, default=str)

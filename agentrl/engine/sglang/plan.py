@@ -1,0 +1,162 @@
+"""From settings to SGLang servers: everything is checked before anything starts, then a fleet is made of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentrl.config import Config, EngineSettings
+from agentrl.core.ports import free_port
+from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.installation import Installation, find_installation, gpus
+from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.sglang.router import servers_at
+from agentrl.engine.sglang.server_process import ServerProcess
+from agentrl.engine.sglang.supervisor import Member
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What to start, or what to attach to."""
+
+    model: Path
+    context_length: int
+    addresses: tuple[str, ...] = ()
+    """external servers; empty: our own"""
+    installation: Installation | None = None
+    spec: LaunchSpec | None = None
+    patience_s: float = 600.0
+    """how long a generation waits for a server to come back"""
+
+
+def plan_servers(config: Config, model: Path, context_length: int, *, trains: bool) -> ServerPlan:
+    """Check everything that can be known before a server is started. `trains`: beside a trainer, whose cards and weights count then.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    e = config.engine
+    addresses = servers_at([_address(a) for a in e.rollout_external_engine_addrs])
+    _check_sync(e, addresses, trains=trains)
+    patience_s = min(
+        ServerPlan.patience_s, config.rollout.episode_timeout_s / 2
+    )  # else the episode's own timer ends it
+    if addresses:
+        if config.sglang:
+            raise ConfigError(
+                "--sglang-… flags are of servers that agentrl starts; external ones have their own: leave them out"
+            )
+        return ServerPlan(model, context_length, addresses, patience_s=patience_s)
+    installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
+    cards = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
+    if cards % e.rollout_num_gpus_per_engine:
+        raise ConfigError(
+            f"--rollout-num-gpus {cards} is not a multiple of --rollout-num-gpus-per-engine {e.rollout_num_gpus_per_engine}"
+        )
+    ranks = trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron)
+    spec = LaunchSpec(
+        model=model,
+        dtype=config.model.dtype,
+        context_length=context_length,
+        engines=cards // e.rollout_num_gpus_per_engine,
+        gpus_per_engine=e.rollout_num_gpus_per_engine,
+        first_gpu=ranks if trains and not e.colocate else 0,
+        memory_saver=e.colocate,
+        args=config.sglang,
+    )
+    check_spec(spec, installation)
+    return ServerPlan(model, context_length, installation=installation, spec=spec, patience_s=patience_s)
+
+
+def sync_kind(e: EngineSettings) -> str:
+    """How weights reach the servers."""
+    return e.weight_sync or ("colocated" if e.colocate else "disk" if e.rollout_external_engine_addrs else "split")
+
+
+def _check_sync(e: EngineSettings, addresses: Sequence[str], *, trains: bool) -> None:
+    folder = e.update_weight_disk_dir
+    if folder and not (Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"--update-weight-disk-dir {folder} is no folder that can be written here")
+    if not trains:
+        return
+    away = next((a for a in addresses if not of_this_machine(urlsplit(a).hostname or "")), None)
+    kind = sync_kind(e)
+    if away and kind != "disk":
+        raise ConfigError(
+            f"--weight-sync {kind} reaches servers on this machine only, and {away} is on another; use disk with --update-weight-disk-dir"
+        )
+    if away and not folder:
+        raise ConfigError(
+            f"{away} is on another machine: name a folder that trainer and servers both see with --update-weight-disk-dir"
+        )
+    if e.colocate and kind == "disk" and gpus():
+        raise ConfigError(
+            "--weight-sync disk lends no memory, which --colocate needs on GPUs; use --weight-sync colocated, its default"
+        )
+
+
+def of_this_machine(host: str) -> bool:
+    """This machine can listen there."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # no such name
+        return False
+    for family, kind, _, _, where in found:
+        with socket.socket(family, kind) as s:
+            try:
+                s.bind(where)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def trainer_ranks(asked: int | None, megatron: Mapping[str, Any]) -> int:
+    """How many cards the trainer takes."""
+    per_copy = int(megatron.get("tensor_model_parallel_size", 1)) * int(megatron.get("pipeline_model_parallel_size", 1))
+    return asked or per_copy
+
+
+def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
+    """The fleet, not started. Logs go to run_dir/engine, or to a temporary folder."""
+    if plan.spec is None or plan.installation is None:
+        return Fleet([Member(_engine(address, plan)) for address in plan.addresses], patience_s=plan.patience_s)
+    logs = (run_dir or Path(tempfile.mkdtemp(prefix="agentrl-"))) / "engine"
+    port = plan.spec.args.get("port")
+    members = []
+    for number in range(plan.spec.engines):
+        own = int(str(port)) + number if port is not None else free_port()
+        address = f"http://127.0.0.1:{own}"
+        command = command_line(plan.spec, plan.installation, number, own)
+        process = ServerProcess(command, plan.installation.environment, logs / f"engine{number}.log", address)
+        members.append(Member(_engine(address, plan), process))
+    return Fleet(members, patience_s=plan.patience_s)
+
+
+def on_cards(plan: ServerPlan) -> bool:
+    """Our servers run on GPUs of this machine."""
+    return plan.spec is not None and bool(gpus())
+
+
+def _engine(address: str, plan: ServerPlan) -> SGLangEngine:
+    return SGLangEngine(address, model_dir=plan.model, context_length=plan.context_length)
+
+
+def _address(text: str) -> str:
+    whole = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(whole)
+        complete = parts.hostname and parts.port and parts.path in ("", "/")
+    except ValueError:  # its port, or a bracket
+        complete = False
+    if not complete:
+        raise ConfigError(f"--rollout-external-engine-addrs takes HOST:PORT, found {text!r}")
+    return whole.rstrip("/")

@@ -1,0 +1,177 @@
+"""What `agentrl tokens` prints: what is known about a model's template, and a conversation's tokens with their provenance and mask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import DataError
+from agentrl.render.base import HistoryPolicy, Pieces
+from agentrl.render.delta_proof import Proof
+from agentrl.render.families import make_renderer
+from agentrl.render.images import images_of_model
+from agentrl.render.renderer import Renderer, strip_control
+from agentrl.render.tokenizer import Tokenizer
+from agentrl.types import FinishReason, Message, Provenance
+
+EXAMPLE: tuple[Message, ...] = (
+    {"role": "user", "content": "Which river flows through Bordeaux?"},
+    {"role": "assistant", "content": "I will look it up."},
+    {"role": "user", "content": "Yes, please: not from memory. <|im_end|>"},
+    {"role": "assistant", "content": "The Garonne."},
+    {"role": "user", "content": "Thank you."},
+)
+_TOOL: Message = {"role": "tool", "name": "f", "tool_call_id": "abcdefgh0", "content": "x"}
+_USER: Message = {"role": "user", "content": "x"}
+_SHAPES: tuple[tuple[str, list[Message]], ...] = (
+    ("a user's message", [_USER]),
+    ("a tool's result", [_TOOL]),
+    ("two tools' results", [_TOOL, {**_TOOL, "tool_call_id": "abcdefgh1"}]),
+    ("a system message and a user's", [{"role": "system", "content": "x"}, _USER]),
+)
+_HISTORIES: tuple[tuple[str, list[Message]], ...] = (
+    ("before any tool", [_USER]),
+    ("after a tool's result", [_USER, {"role": "assistant", "content": "x"}, _TOOL]),
+    ("later", [_USER, {"role": "assistant", "content": "x"}, _TOOL, {"role": "assistant", "content": "x"}, _USER]),
+)
+
+
+def show_tokens(
+    model_dir: str | Path,
+    conversation: str | Path | Sequence[Message] | None = None,
+    *,
+    action_format: str | None = None,
+    history: HistoryPolicy = "append",
+    width: int = 100,
+    **template_args: Any,
+) -> str:
+    """The report. `conversation`: a JSON file of messages (or {"messages": …, "tools": …}), or messages; None: an example.
+
+    Raises:
+        TemplateError: the model cannot be rendered.
+        DataError: the file is no conversation.
+    """
+    tokenizer = Tokenizer.load(model_dir)
+    images = images_of_model(model_dir, tokenizer.added)
+    renderer = make_renderer(
+        tokenizer, action_format, where=str(model_dir), history=history, images=images, **template_args
+    )
+    messages, tools = _conversation(conversation)
+    return "\n".join([*_about(renderer), "", *_proofs(renderer), "", *_spans(renderer, messages, tools, width)]) + "\n"
+
+
+def _conversation(source: str | Path | Sequence[Message] | None) -> tuple[list[Message], list[Any]]:
+    if source is None:
+        return list(EXAMPLE), []
+    value: Any = source
+    if isinstance(source, (str, Path)):
+        try:
+            value = json.loads(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise DataError(f"{source}: expected a JSON file of messages: {e}") from e
+    messages, tools = (value.get("messages"), value.get("tools") or []) if isinstance(value, dict) else (value, [])
+    if (
+        not isinstance(messages, (list, tuple))
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+        or not messages
+    ):
+        raise DataError(f"{str(source)[:80]}: expected a list of messages with a role and content")
+    return [dict(m) for m in messages], list(tools)
+
+
+def _about(renderer: Renderer) -> Iterator[str]:
+    tokenizer = renderer.tokenizer
+    stops = [name for name, i in tokenizer.added.items() if i in renderer.stop_token_ids]
+    yield f"family         {renderer.family}"
+    yield f"action format  {renderer.format.name}" + (
+        f", stop strings {', '.join(renderer.stop)}" if renderer.stop else ""
+    )
+    yield f"turn ends      {' '.join(renderer.ends)}"
+    yield f"engine stops   {' '.join(stops)}"
+    yield f"prefilled      {renderer.prefill!r}" if renderer.prefill else "prefilled      nothing"
+    yield f"tools          {_tools(renderer)}"
+    yield f"history        {renderer.history_policy}"
+    yield f"added tokens   {len(tokenizer.added)}, {len(tokenizer.controls)} of them special; inside content all are plain text"
+    yield f"encoder        {'words from a cache, cut as the tokenizer cuts them' if tokenizer.is_fast else 'the tokenizer itself'}"
+
+
+def _tools(renderer: Renderer) -> str:
+    if not renderer.format.needs_tools:
+        return f"left to the environment's prompt by the action format {renderer.format.name}"
+    if renderer.shows_tools:
+        return "the template puts their schemas into the prompt"
+    return "LEFT OUT by the template: the environment's own prompt must describe them"
+
+
+def _proofs(renderer: Renderer) -> Iterator[str]:
+    if renderer.format.inline:
+        yield "deltas: inline, in the same assistant turn; the template is not asked"
+        return
+    yield "deltas, by what follows the assistant's turn:"
+    for name, messages in _SHAPES:
+        said = _said(renderer.proof(messages))
+        if said.startswith("NOT"):  # perhaps it is, once the history is known
+            parts = [(when, renderer.proof(messages, history=h, tools=())) for when, h in _HISTORIES]
+            if any(p.reason is None for _, p in parts):
+                yield from (f"  {name}, {when}, without tools in the prompt: {_said(p)}" for when, p in parts)
+                continue
+        yield f"  {name}: {said}"
+
+
+def _said(proof: Proof) -> str:
+    if proof.reason is not None:
+        return f"NOT PROVEN, a new segment each time: {proof.reason}"
+    how = "spliced" if proof.pattern is not None else "rendered each time"
+    strips = "; drops earlier thinking" if proof.strips else ""
+    return f"proven over {proof.histories} histories, {how}{strips}: {proof.end} {proof.shown()}"
+
+
+def _spans(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], width: int) -> Iterator[str]:
+    """The conversation as a rollout would build it, the assistant's messages being what was sampled."""
+    yield "provenance   mask  tokens  text"
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    history = list(messages[:first])
+    pieces = renderer.prompt(history, tools)
+    said: tuple[int, ...] = ()
+    turn: list[Message] = []
+    """the assistant's message, and those after it"""
+    for message in (*messages[first:], None):
+        if message is not None and message["role"] != "assistant":
+            turn.append(message)
+            continue
+        if turn[1:]:
+            reason, pieces = _follow(renderer, history, turn, said, tools)
+            if reason is not None:
+                yield f"------------ a new segment: {reason}"
+        elif turn:
+            pieces = ()
+        yield from _lines(renderer, pieces, width)
+        if message is not None:
+            context = [i for _, ids in pieces for i in ids]
+            history, said = [*history, *turn], renderer.said(message)
+            turn = [renderer.message(renderer.parse(said, FinishReason.STOP, 64, context=context))]
+            yield from _lines(renderer, [(Provenance.SAMPLED, said)], width)
+
+
+def _follow(
+    renderer: Renderer, history: Sequence[Message], turn: Sequence[Message], said: Sequence[int], tools: Sequence[Any]
+) -> tuple[str | None, Pieces]:
+    """What comes after the ids that were said: why a new segment, if one, and its pieces or the delta's."""
+    delta = renderer.delta(turn[1:], said, history=history, tools=tools)
+    if delta.new_segment is None:
+        return None, delta.pieces
+    return delta.new_segment, renderer.prompt([*history, *turn], tools)
+
+
+def _lines(renderer: Renderer, pieces: Sequence[tuple[Provenance, Sequence[int]]], width: int) -> Iterator[str]:
+    for kind, ids in pieces:
+        text = strip_control(renderer.tokenizer.decode(ids)).replace("\n", "\\n").replace("\t", "\\t")
+        yield f"{kind.name:<12} {int(kind is Provenance.SAMPLED):>4} {len(ids):>7}  {_cut(text, width)}"
+        yield f"{'':<12} {'':>4} {'':>7}  {_cut(' '.join(map(str, ids)), width)}"
+
+
+def _cut(text: str, width: int) -> str:
+    """Head and end of what is too wide."""
+    return text if len(text) <= width else f"{text[: width * 2 // 3]} … {text[-width // 3 :]}"

@@ -1,0 +1,245 @@
+"""How tools are called: limits shared over episodes, retries, results made into text and cut, failures told apart.
+
+An exception of a tool is the policy's doing and becomes an observation, always: else a policy could erase its bad episodes. Only
+`InfraError` and the transport errors listed here are the infrastructure's; they are retried and then fail the episode (design §4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+
+from agentrl.core.message_images import carried_parts, is_image, parts_of
+from agentrl.core.timeout_pool import DeadlineError, Pool
+from agentrl.errors import ContractError, ToolFailure, suggest
+from agentrl.tool import ToolSpec
+from agentrl.types import Action, ToolCall, ToolResult
+
+TRANSPORT_ERRORS = {
+    "agentrl.errors.InfraError",
+    "builtins.ConnectionError",
+    "httpx.NetworkError",
+    "httpx.RemoteProtocolError",
+    "aiohttp.client_exceptions.ClientConnectionError",
+    "requests.exceptions.ConnectionError",
+}
+"""infrastructure failures by class (subclasses too), named so that no client library is imported for it"""
+
+
+Keep = Callable[[str, bytes], None]
+
+
+class ToolLimiter:
+    """The shared side of a tool: its pool of threads, its limit of calls at once, and its counts. One per tool name and runner."""
+
+    def __init__(self, spec: ToolSpec, processes: int = 1) -> None:
+        limits = spec.limits
+        most = limits.max_concurrency // processes
+        if most < 1:
+            raise ContractError(
+                f"tool {spec.name} allows {limits.max_concurrency} calls at once over all episodes, too few to be shared by "
+                f"{processes} processes; give at most --runner-processes {limits.max_concurrency}, or the tool a higher max_concurrency"
+            )
+        self.slots = asyncio.Semaphore(most)
+        self.pool = Pool(f"tool-{spec.name}", threads=min(most, 32), max_abandoned=limits.max_hung)
+        self.counts: Counter[str] = Counter()
+        """calls, errors, timeouts, retries, cut"""
+
+
+class ToolExecutor:
+    """All tools of a run's environments, shared over episodes. Tools of the same name in two environments have limits of their own.
+
+    Of several runner `processes` each has its share of the calls at once.
+    """
+
+    def __init__(self, keep: Keep | None = None, processes: int = 1) -> None:
+        """`keep` is given every result that is cut, whole, under its SHA-256; it may block."""
+        self.keep = keep
+        self._processes = processes
+        self._limiters: dict[tuple[str, str], ToolLimiter] = {}
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Per tool name: calls, errors, timeouts, retries, cut, hung."""
+        total: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for (name, _), limiter in self._limiters.items():
+            total[name].update({**limiter.counts, "hung": limiter.pool.abandoned})
+        return {name: dict(counts) for name, counts in total.items()}
+
+    async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
+        """Run the action's calls, all at once, and return the action with their results in order.
+
+        Raises:
+            ToolFailure: a tool's infrastructure failed, also after its retries.
+        """
+        if not action.calls:
+            return action
+        results: Sequence[ToolResult]
+        if len(action.calls) == 1:
+            results = [await self._call(tools, action.calls[0])]
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_guard(self._call(tools, call))) for call in action.calls]
+            outcomes = [t.result() for t in tasks]
+            failure = next((o for o in outcomes if isinstance(o, ToolFailure)), None)
+            if failure is not None:
+                raise failure
+            results = [o for o in outcomes if isinstance(o, ToolResult)]
+        return Action(action.text, action.calls, action.errors, action.finish_reason, action.answer, tuple(results))
+
+    def close(self) -> None:
+        """Let the pools' idle threads end."""
+        for limiter in self._limiters.values():
+            limiter.pool.close()
+
+    async def _call(self, tools: Mapping[str, ToolSpec], call: ToolCall) -> ToolResult:
+        spec = tools.get(call.name)
+        if spec is None:
+            return _error(
+                replace(call, name=_clean(call.name)[:64]),
+                f"unknown tool {call.name[:64]!r}{suggest(call.name[:64], tools)}",
+            )
+        limiter = self._limiter(spec)
+        limiter.counts["calls"] += 1
+        try:
+            arguments = spec.arguments(call.arguments)
+        except ValueError as e:
+            limiter.counts["errors"] += 1
+            return _error(call, str(e))
+        started = time.perf_counter()
+        async with limiter.slots:
+            result = await self._attempts(spec, limiter, call, arguments)
+        took = time.perf_counter() - started
+        return ToolResult(
+            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, took, result.parts
+        )
+
+    def _limiter(self, spec: ToolSpec) -> ToolLimiter:
+        fn = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)
+        key = (spec.name, f"{fn.__module__}.{fn.__qualname__}")
+        if key not in self._limiters:
+            self._limiters[key] = ToolLimiter(spec, self._processes)
+        return self._limiters[key]
+
+    async def _attempts(
+        self, spec: ToolSpec, limiter: ToolLimiter, call: ToolCall, arguments: dict[str, Any]
+    ) -> ToolResult:
+        for attempt in range(spec.limits.retries + 1):
+            try:
+                value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)
+                parts = parts_of(value)
+                if parts is None:
+                    result = await self._cut(call, to_text(value), spec.limits.max_result_bytes)
+                else:
+                    parts = await asyncio.to_thread(carried_parts, parts)
+                    text = "".join(str(p.get("text", "")) for p in parts if not is_image(p))
+                    result = await self._cut(call, text, spec.limits.max_result_bytes)
+                    result = replace(result, parts=_parts(result, parts))
+            except DeadlineError:
+                limiter.counts["timeouts"] += 1
+                return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
+            except Exception as e:  # the policy's doing becomes an observation (design §4), the rest is raised
+                if not is_transport_error(e):
+                    limiter.counts["errors"] += 1
+                    return await self._cut(call, f"error: {_say(e)}", spec.limits.max_result_bytes, is_error=True)
+                if attempt == spec.limits.retries:
+                    raise ToolFailure(f"tool {spec.name}: {_say(e)}", f"tool {spec.name}: {type(e).__name__}") from e
+                limiter.counts["retries"] += 1
+            else:
+                limiter.counts["cut"] += result.full_bytes is not None
+                return result
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _cut(self, call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
+        """See the function; what is cut is kept whole, if that is wanted."""
+        result = _cut(call, text, limit, is_error=is_error)
+        if self.keep is not None and result.sha256 is not None:
+            await asyncio.to_thread(self.keep, result.sha256, text.encode("utf-8", errors="replace"))
+        return result
+
+
+async def _guard(call: Any) -> ToolResult | ToolFailure:
+    """Let sibling calls finish: a failure is returned, not raised into the task group."""
+    try:
+        result: ToolResult = await call
+    except ToolFailure as e:
+        return e
+    return result
+
+
+def is_transport_error(error: Exception) -> bool:
+    """True if it is the infrastructure's and not the policy's doing."""
+    return any(f"{c.__module__}.{c.__qualname__}" in TRANSPORT_ERRORS for c in type(error).__mro__)
+
+
+def _say(error: Exception) -> str:
+    """'Type: message', also of an exception that cannot say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  user code again: its __str__
+        return type(error).__name__
+
+
+def _error(call: ToolCall, message: str) -> ToolResult:
+    """A result that the tool executor itself writes; it may quote the policy at any length."""
+    return _cut(call, f"error: {message}", 2000, is_error=True)
+
+
+def _parts(result: ToolResult, parts: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """A result's texts and images in order; where the texts were too long, what is left of them and then the images."""
+    if result.full_bytes is None:
+        return tuple(p if is_image(p) else {**p, "text": _clean(str(p.get("text", "")))} for p in parts)
+    return ({"type": "text", "text": result.content}, *(p for p in parts if is_image(p)))
+
+
+def to_text(value: Any) -> str:
+    """A tool's value as text: str as it is, bytes as UTF-8, None as nothing, the rest as JSON (sets and pydantic models too).
+
+    Raises:
+        TypeError: not representable (the policy then reads that as the tool's error).
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode("utf-8", errors="replace")
+    try:
+        return orjson.dumps(value, _jsonable, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
+    except orjson.JSONEncodeError:  # integers over 64 bits, lone surrogates
+        return json.dumps(value, default=_jsonable, ensure_ascii=False, separators=(",", ":"))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    raise TypeError(f"a tool must return text, bytes or JSON values, found {type(value).__name__}")
+
+
+def _clean(text: str) -> str:
+    """Lone surrogates, which no tokenizer takes, become '?'."""
+    return text.encode("utf-8", errors="replace").decode()
+
+
+def _cut(call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
+    """Cut to `limit` bytes of UTF-8 at a character boundary, and say so in the text. Lone surrogates become '?', as in `_clean`."""
+    if text.isascii() and len(text) <= limit:
+        return ToolResult(call.id, call.name, text, is_error)
+    raw = text.encode("utf-8", errors="replace")
+    if len(raw) <= limit:
+        return ToolResult(call.id, call.name, raw.decode(), is_error)
+    head = raw[:limit].decode("utf-8", errors="ignore")
+    note = f"\n[cut: the first {len(head.encode())} of {len(raw)} bytes]"
+    return ToolResult(call.id, call.name, head + note, is_error, len(raw), hashlib.sha256(raw).hexdigest())

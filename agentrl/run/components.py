@@ -1,0 +1,324 @@
+"""From settings to working components: model folder, environment, renderer, engine, runners, trainer. Everything is checked before it starts."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from agentrl.config import Config, EngineSettings
+from agentrl.core.timeout_pool import Pool
+from agentrl.data.task_sets import TaskSets
+from agentrl.engine.base import Engine, SamplingParams
+from agentrl.engine.sglang.installation import gpus
+from agentrl.env import Env, check_env_args, make_env_class
+from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
+from agentrl.render import Renderer, Tokenizer, make_renderer
+from agentrl.render.context_policy import resolve_context_policy
+from agentrl.render.images import Images, images_of_model
+from agentrl.reward import Scorer, resolve_rewards
+from agentrl.rollout.env_instance import Pools
+from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.process_pool import RunnerProcesses
+from agentrl.rollout.process_worker import Tell
+from agentrl.rollout.rollout import RolloutLimits
+from agentrl.rollout.tool_executor import Keep
+from agentrl.run.model_folder import model_folder
+from agentrl.tool import tool_names
+from agentrl.train.rows import NO_IMAGES
+
+if TYPE_CHECKING:
+    from agentrl.engine.sglang.plan import ServerPlan
+    from agentrl.weight_sync.base import WeightSync
+
+
+class Components:
+    """Everything that rollouts need, built once from the settings."""
+
+    def __init__(self, config: Config, *, trains: bool = True) -> None:
+        """Resolve and check everything; nothing is started. `trains`: servers will stand beside a trainer.
+
+        Raises:
+            UsageError: a name, a file, a template or an argument that cannot work.
+        """
+        self.config = config
+        self.folder = model_folder(config.model.hf_checkpoint)
+        self.env_class = make_env_class(config.env.env)
+        check_env_args(self.env_class, config.env.env_args)
+        self.make_env: Callable[[], Env] = functools.partial(self.env_class, **config.env.env_args)
+        self.tokenizer = Tokenizer.load(self.folder)
+        self.renderer: Renderer = make_renderer(
+            self.tokenizer,
+            config.env.action_format or self.env_class.action_format,
+            where=str(self.folder),
+            history=config.env.history_policy,
+            raw_content=config.env.raw_content,
+            surplus=config.env.surplus_calls,
+            now=_day(config.run.date),
+            images=images_of_model(self.folder, self.tokenizer.added),
+            **config.model.template_args,
+        )
+        self._pools: Pools | None = None
+        self._check_conversation()
+        self.tasks = TaskSets(config, self.env_class, self.renderer)
+        self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
+        self.context_policy = resolve_context_policy(config.env.context_policy)
+        self.context_length = self._context_length()
+        self.trains = trains
+        self.servers = self._servers()
+        self.threads = config.engine.threads or os.cpu_count() or 1
+
+    async def require_env(self) -> None:
+        """Make one environment with its tools and close them again, so that what it refuses is said before anything starts.
+
+        Whatever else fails here may be away for a moment only; episodes try again.
+
+        Raises:
+            UsageError: of the environment's own, for an argument that cannot work.
+        """
+        limit_s = self.env_class.timeout_s
+        with closing(Pool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
+            env = await pool.call(self.make_env, timeout_s=limit_s)
+            try:
+                await pool.call(env.tool_specs, timeout_s=limit_s)
+            finally:
+                for close in (*(tool.close for tool in env.tool_instances), env.close):
+                    await pool.call(close, timeout_s=limit_s)
+
+    def require_trainable(self) -> None:
+        """Refuse, before anything starts, what cannot be trained: a model that takes images, settings that do not fit model or machine.
+
+        Raises:
+            UsageError: one sentence.
+        """
+        from agentrl.train.megatron.megatron_settings import check_trainer
+
+        if isinstance(self.renderer.images, Images) and "vision_config" in self._model_config():
+            raise ConfigError(
+                f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
+            )
+        check_trainer(self.folder, self.config.megatron, self.config.train.actor_num_gpus_per_node, len(gpus()))
+
+    def require_weights(self) -> None:
+        """Refuse, before anything starts, a model folder without weights for the local engine.
+
+        Raises:
+            DataError: it has none.
+        """
+        from agentrl.train.megatron.megatron_settings import weight_files
+
+        if self.servers is None and not any(self.folder.glob("*.bin")):
+            weight_files(self.folder)
+
+    def limits(self) -> Limits:
+        """Bounds of an episode."""
+        c = self.config
+        return Limits(
+            max_turns=c.env.max_turns,
+            max_response_tokens=c.rollout.rollout_max_response_len,
+            max_tokens_per_turn=c.rollout.max_tokens_per_turn,
+            context_length=self.context_length,
+            episode_timeout_s=c.rollout.episode_timeout_s,
+            max_invalid_actions=c.env.max_invalid_actions,
+            max_calls_per_turn=c.env.max_calls_per_turn,
+        )
+
+    def rollout_limits(self) -> RolloutLimits:
+        """Bounds of a rollout."""
+        r = self.config.rollout
+        return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
+
+    def runner(
+        self, engine: Engine, *, temperature: float, seed: int, keep: Keep | None = None, processes: int = 1
+    ) -> EpisodeRunner:
+        """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
+        r = self.config.rollout
+        if self._pools is None:
+            self._pools = Pools(self.env_class, keep, processes)
+        sampling = SamplingParams(
+            max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
+        )
+        return EpisodeRunner(
+            self.make_env,
+            self.env_class,
+            engine,
+            self.renderer,
+            self.scorer,
+            limits=self.limits(),
+            sampling=sampling,
+            seed=seed,
+            context_policy=self.context_policy,
+            pools=self._pools,
+        )
+
+    def runner_processes(self, engine: Engine, say: Callable[[str], None]) -> RunnerProcesses | None:
+        """Those of `--runner-processes`, on this engine's servers; None: episodes run in this process."""
+        from agentrl.engine.sglang.fleet import Fleet
+
+        count = self.config.rollout.runner_processes
+        if count == 1 or not isinstance(engine, Fleet):
+            return None
+        servers = EngineSettings(
+            engine="sglang", rollout_external_engine_addrs=tuple(m.engine.address for m in engine.members)
+        )
+        config = replace(
+            self.config, engine=servers, sglang={}, model=replace(self.config.model, hf_checkpoint=str(self.folder))
+        )
+        return RunnerProcesses(
+            functools.partial(runner_maker, config),
+            count,
+            self.scorer,
+            say=say,
+            heard=lambda down: engine.suspect(*down),
+        )
+
+    def engine(self, run_dir: Path | None = None) -> Engine:
+        """The engine of `--engine`, not started; servers' logs go into `run_dir`."""
+        if self.servers is not None:
+            from agentrl.engine.sglang.plan import make_fleet
+
+            return make_fleet(self.servers, run_dir)
+        from agentrl.engine.local.engine import LocalEngine
+
+        return LocalEngine(
+            self.folder,
+            decode=self.tokenizer.decode,
+            max_running=self.config.engine.engine_max_running,
+            context_length=self.context_length,
+            threads=self.threads,
+        )
+
+    def weight_sync(self) -> WeightSync:
+        """How the trainer's weights reach the engine."""
+        from agentrl.engine.sglang.plan import on_cards, sync_kind
+        from agentrl.engine.weight_files import weight_bytes
+        from agentrl.weight_sync.base import memory_for
+        from agentrl.weight_sync.broadcast import SplitSync
+        from agentrl.weight_sync.colocated import ColocatedSync
+        from agentrl.weight_sync.disk import DiskSync
+
+        e = self.config.engine
+        kind = sync_kind(e)
+        folder = (
+            Path(e.update_weight_disk_dir).absolute()
+            if e.update_weight_disk_dir
+            else memory_for(weight_bytes(self.folder))
+        )
+        if self.servers is None or kind == "disk":
+            return DiskSync(folder)
+        if kind == "split":
+            return SplitSync(folder, bucket_bytes=e.update_weight_buffer_size)
+        return ColocatedSync(
+            folder, bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
+        )
+
+    def trainer(self, run_dir: Path, *, reference: bool) -> Any:
+        """The trainer's ranks, started (takes seconds: imports torch and megatron in every rank)."""
+        from agentrl.train.megatron.trainer import MegatronTrainer
+
+        c = self.config
+        return MegatronTrainer(
+            self.folder,
+            megatron=c.megatron,
+            world_size=c.train.actor_num_gpus_per_node,
+            seed=c.run.seed,
+            micro_batch_tokens=c.train.max_tokens_per_gpu,
+            dtype=c.model.dtype,
+            reference=reference,
+            run_dir=run_dir,
+            threads=c.engine.threads,
+        )
+
+    def close(self) -> None:
+        """Let pools end."""
+        self.scorer.close()
+
+    def _check_conversation(self) -> None:
+        """Refuse an environment whose system prompt, tools or tools' results the chat template does not take.
+
+        Raises:
+            TemplateError: which of them.
+        """
+        env, renderer = self.env_class, self.renderer
+        if env.system_prompt:
+            renderer.check(("system",))
+        tools = tool_names(env)
+        if not tools or renderer.format.inline:
+            return
+        renderer.check(("tool",))
+        named = env.shows_tools or all(name in (env.system_prompt or "") for name in tools)
+        if renderer.format.needs_tools and not renderer.shows_tools and not named:
+            raise TemplateError(
+                f"{self.folder}: its chat template leaves tools out, so the policy would never hear of {', '.join(tools)} of environment "
+                f"{env.label()}; describe them in its system_prompt or, if other prompts of it do, set shows_tools = True"
+            )
+
+    def _servers(self) -> ServerPlan | None:
+        """Of `--engine sglang`, checked."""
+        if self.config.engine.engine != "sglang":
+            return None
+        from agentrl.engine.sglang.plan import plan_servers
+
+        return plan_servers(self.config, self.folder, self.context_length, trains=self.trains)
+
+    def _context_length(self) -> int:
+        model = self._model_config()
+        model = model.get("text_config", model)
+        own = int(model.get("max_position_embeddings", 0)) or None
+        asked = self.config.rollout.rollout_max_context_len
+        if asked and own and asked > own:
+            raise ConfigError(
+                f"--rollout-max-context-len {asked} is more than the model's {own} positions ({self.folder})"
+            )
+        length = asked or own
+        if length is None:
+            raise ConfigError(
+                f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len"
+            )
+        return length
+
+    def _model_config(self) -> dict[str, Any]:
+        path = self.folder / "config.json"
+        try:
+            found: dict[str, Any] = orjson.loads(path.read_bytes())
+        except orjson.JSONDecodeError as e:
+            raise ConfigError(f"{path}: not JSON: {e}") from e
+        return found
+
+
+def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunner]:
+    """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
+    from agentrl.engine.sglang.fleet import Fleet
+
+    warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
+    components = Components(config, trains=False)
+
+    def make(settings: dict[str, Any], tell: Tell) -> EpisodeRunner:
+        fleet = components.engine()
+        assert isinstance(fleet, Fleet), "only servers can be attached to"
+        fleet.attach(settings["policy_version"])
+        fleet.on_down = lambda address, failure: tell((address, failure))
+        return components.runner(
+            fleet,
+            temperature=settings["temperature"],
+            seed=settings["seed"],
+            keep=settings["keep"],
+            processes=config.rollout.runner_processes,
+        )
+
+    return make
+
+
+def _day(text: str | None) -> datetime.datetime | None:
+    try:
+        return datetime.datetime.fromisoformat(text) if text else None
+    except ValueError as e:
+        raise ConfigError(f"--date must be YYYY-MM-DD, found {text!r}") from e

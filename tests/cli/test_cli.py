@@ -1,0 +1,528 @@
+"""Bad input: one clear sentence, exit status 2, nothing overwritten, nothing started."""
+
+import json
+
+import numpy as np
+import pytest
+from doubles import FakeEngine
+from safetensors.numpy import save_file
+
+from agentrl.cli.flags import REFUSED
+from agentrl.cli.main import main, make_parser, resolve
+from agentrl.config import FIELDS
+from agentrl.errors import ConfigError
+from agentrl.run.components import Components
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = {
+    "model_type": "qwen3",
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+}
+SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
+--hf-checkpoint --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
+--num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout
+--micro-batch-size --max-tokens-per-gpu --advantage-estimator --use-kl-loss --kl-loss-coef --kl-loss-type
+--entropy-coef --eps-clip --eps-clip-high --calculate-per-token-loss --normalize-advantages --use-tis
+--tis-threshold --true-on-policy-mode --rollout-temperature --rollout-max-response-len --rollout-max-context-len
+--over-sampling-batch-size --partial-rollout --async-buffer-size --update-weights-interval --eval-interval
+--eval-prompt-data --n-samples-per-eval-prompt --eval-temperature --custom-generate-function-path --custom-rm-path
+--group-rm --rm-type --max-turns --use-fault-tolerance --recompute-activations --sequence-parallel
+--num-data-workers --streaming-data --lr --seed --debug-rollout-only --debug-train-only --save-debug-rollout-data
+--load-debug-rollout-data""".split()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(here):
+    """A folder with a tokenizer, a config and a file of weights, enough for everything that is checked before the weights are read."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    folder = here / "model"
+    folder.mkdir()
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+def refused(capsys, *words):
+    """Run; return the one sentence."""
+    assert main([*words]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    return captured.err
+
+
+def test_missing_data_file(here, model, capsys):
+    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "nowhere.jsonl")
+    assert "no data file nowhere.jsonl" in err
+    assert not (here / "runs").exists()
+
+
+def test_malformed_row_names_its_line(here, model, capsys):
+    (here / "d.jsonl").write_text('{"question": "q", "golden_answers": ["a"]}\n{"question": \n')
+    assert "d.jsonl, line 2: not JSON" in refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+
+
+def test_label_of_the_wrong_type(here, model, capsys):
+    (here / "d.jsonl").write_text(
+        '{"question": "q", "golden_answers": ["a"]}\n{"question": "q", "golden_answers": 5}\n'
+    )
+    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    assert "d.jsonl, line 2" in err
+    assert "label must be" in err
+    assert "5" in err
+
+
+def test_missing_column_suggests(here, model, capsys):
+    (here / "d.jsonl").write_text('{"questions": "q", "golden_answers": ["a"]}\n')
+    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    assert "no column 'question'" in err
+    assert "did you mean 'questions'" in err
+
+
+def test_unknown_flag_suggests(here, capsys):
+    assert "unknown flag --rollout-batchsize; did you mean 'rollout-batch-size'" in refused(
+        capsys, "train", "--rollout-batchsize", "3"
+    )
+
+
+def test_unknown_flag_of_check_suggests(here, capsys):
+    err = refused(capsys, "check", "--env", "search_r1", "--episode=3")
+    assert err == "agentrl check: unknown flag --episode=3; did you mean 'episodes'?\n"
+
+
+def test_a_check_of_no_episode_is_none(here, capsys):
+    assert "--episodes must be at least 1, found 0" in refused(capsys, "check", "--env", "search_r1", "--episodes", "0")
+
+
+def test_check_says_what_to_do_about_two_tools_of_one_name(here, capsys):
+    (here / "twice.py").write_text(
+        "from agentrl import Tool, ToolEnv, tool\n"
+        "class Look(Tool):\n"
+        "    name = 'look'\n"
+        "    def call(self, place: str) -> str: return place\n"
+        "class Twice(ToolEnv):\n"
+        "    tools = (Look,)\n"
+        "    @tool\n"
+        "    def look(self, place: str) -> str: return place\n"
+    )
+    assert main(["check", "--env", "twice.py"]) == 1
+    out = capsys.readouterr().out
+    assert "has two tools of the same name: ['look']" in out
+    assert "give each tool a name of its own" in out
+
+
+def test_a_yes_or_no_flag_before_other_words(here, capsys):
+    assert "no episodes at nowhere" in refused(capsys, "replay", "--keep-whole-outputs", "nowhere")
+    assert "unknown flag --colocate" in refused(capsys, "check", "--env", "search_r1", "--colocate")
+
+
+def test_a_flag_without_its_value(here, capsys):
+    assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
+
+
+def test_unknown_command_suggests(capsys):
+    err = refused(capsys, "trian", "--env", "search_r1")
+    assert err == "agentrl: unknown command 'trian'; did you mean 'train'?\n"
+
+
+def test_unknown_env_suggests(here, capsys):
+    assert "unknown env 'search_r2'; did you mean 'search_r1'" in refused(capsys, "train", "--env", "search_r2")
+
+
+def test_unknown_env_argument_suggests(here, model, capsys):
+    err = refused(capsys, "train", "--model", str(model), "--env-arg", "retrever=bm25")
+    assert "takes no argument 'retrever'; did you mean 'retriever'" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("corpus=missing.jsonl", "missing.jsonl: cannot be read"), ("retriever=bm52", "retriever must be 'bm25'")],
+)
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+def test_an_argument_that_the_environment_refuses(here, model, capsys, command, given, says):
+    assert says in refused(capsys, command, "--model", str(model), "--env-arg", given)
+    assert not (here / "runs").exists()
+
+
+def test_batch_equation_prints_both_sides(here, capsys):
+    err = refused(
+        capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16"
+    )
+    assert "3 × 8 = 24" in err
+    assert "16 × 1 = 16" in err
+
+
+def test_groups_of_one_train_nothing(here, model, capsys):
+    words = ["train", "--model", str(model), "--n-samples-per-prompt", "1"]
+    assert "--n-samples-per-prompt 1 trains nothing" in refused(capsys, *words)
+    assert "no data file" in refused(capsys, *words, "--entropy-coef", "0.01", "--prompt-data", "nowhere.jsonl")
+    assert not (here / "runs").exists()
+
+
+def test_value_of_the_wrong_type_names_the_flag(here, capsys):
+    err = refused(capsys, "train", "--num-rollout", "many")
+    assert "--num-rollout" in err
+    assert "'many'" in err
+
+
+def test_the_scripted_engine_is_no_flag(here, capsys):
+    """It follows a function of Python's, which no flag can name; it is for tests and `agentrl check`."""
+    assert "--engine: input should be 'local' or 'sglang', found 'scripted'" in refused(
+        capsys, "rollout", "--engine", "scripted"
+    )
+    assert not (here / "runs").exists()
+
+
+def test_model_without_chat_template(here, model, capsys):
+    (model / "tokenizer_config.json").write_text("{}")
+    assert "no chat template" in refused(capsys, "train", "--model", str(model))
+
+
+def test_a_config_that_is_no_json(here, model, capsys):
+    (model / "config.json").write_text("{")
+    assert "config.json: not JSON" in refused(capsys, "eval", "--model", str(model))
+
+
+def test_an_environment_whose_tasks_are_none(here, model, capsys):
+    (here / "env.py").write_text(
+        "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): return [{'prompt': 'x'}]\n"
+    )
+    err = refused(capsys, "rollout", "--env", "env.py", "--model", str(model))
+    assert "E.tasks('test') must yield agentrl.Task, found dict: {'prompt': 'x'}" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return None", "E.tasks('test') must return an iterable of agentrl.Task, found None"),
+        ("return [][1]", "env.py, line 4: IndexError: list index out of range"),
+        ("yield 1 / 0", "env.py, line 4: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_environment_whose_tasks_fail(here, model, capsys, body, says):
+    text = "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): "
+    (here / "env.py").write_text(text + body)
+    err = refused(capsys, "eval", "--env", "env.py", "--model", str(model))
+    assert "E.tasks('test')" in err
+    assert says in err
+
+
+def test_a_word_for_a_number_beside_the_environment(here, model, capsys):
+    (here / "env.py").write_text("from agentrl import Env\nclass E(Env): ...\n")
+    (here / "env.toml").write_text('[train]\nactor_num_gpus_per_node = "two"\n')
+    err = refused(capsys, "train", "--env", "env.py", "--model", str(model))
+    assert "--actor-num-gpus-per-node: input should be a valid integer" in err
+    assert "found 'two'" in err
+
+
+def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch):
+    (here / "env.py").write_text(
+        "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"
+        "    def tasks(cls, split): return (Task(str(i), 'x') for i in count())\n"
+    )
+    monkeypatch.setattr("agentrl.data.task_sets.MOST_TASKS", 1000)
+    words = ["--env", "env.py", "--model", str(model)]
+    err = refused(capsys, "train", *words)
+    assert (
+        "E.tasks('train') yields more than 1000 tasks, perhaps without end; say how many to take: --data-limit N" in err
+    )
+    components = Components(resolve(*make_parser()[0].parse_known_args(["train", *words, "--data-limit", "2000"])))
+    assert (len(components.tasks.training()), len(components.tasks.evaluation()["test"])) == (2000, 200)
+
+
+def test_no_such_model(here, capsys):
+    assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
+
+
+@pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval"], ["sft", "talk.jsonl"]], ids=lambda w: w[0])
+def test_run_folder_exists(here, model, capsys, words):
+    run = here / "run"
+    run.mkdir()
+    (run / "precious").write_text("kept")
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    err = refused(capsys, *words, "--model", str(model), "--run", str(run))
+    assert "exists already" in err
+    assert "--resume" not in err, "it is no training run"
+    assert [p.name for p in run.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("state", "config", "goes_on"),
+    [
+        ('{"recorded": false}', True, True),
+        ('{"recorded": true}', True, False),
+        ("{", True, False),
+        ("{}", False, False),
+    ],
+    ids=["training", "train-only", "damaged", "no settings"],
+)
+def test_a_run_folder_that_is_taken_says_how_its_run_goes_on_if_it_can(here, model, capsys, state, config, goes_on):
+    path = here / "run/checkpoints/000003/state.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(state)
+    if config:
+        (here / "run/config.toml").touch()
+    err = refused(capsys, "train", "--model", str(model), "--run", "run")
+    assert ("agentrl train --resume run" in err) is goes_on
+
+
+# -- what the trainer cannot do is said before there is a run folder ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--tensor-model-parallel-size 3", "3 does not divide the model's 2 key-value heads"),
+        ("--pipeline-model-parallel-size 2 --num-layers 3", "num_layers = 3 contradicts the model"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", "3 ranks are not a multiple"),
+        ("--tensor-model-parallel-size 0", "must be at least 1, found 0"),
+        ("--eps-clip-c 1", "--eps-clip-c must be above 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "sft talk.jsonl"])
+def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words, says):
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
+    assert says in refused(capsys, *command.split(), "--model", str(model), *words.split())
+    assert not (here / "runs").exists()
+
+
+def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, capsys):
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    words = ["sft", "--model", str(model), "--tensor-model-parallel-size", "3"]
+    for flag in ("--sequence-parallel", "--weight-decay=0.1"):
+        err = refused(capsys, *words, "--actor-num-gpus-per-node", "none", flag, "talk.jsonl")
+        assert "3 does not divide the model's 2 key-value heads" in err
+    assert "the following arguments are required: episodes" in refused(capsys, *words)
+    assert "unknown flag --tensor-model; did you mean" in refused(capsys, "sft", "--tensor-model", "3", "talk.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("wieght_decay = 0.1", "megatron-core has no setting 'wieght_decay'; did you mean 'weight_decay'"),
+        ('weight_decay = "much"', "weight_decay takes a value of type float; found 'much'"),
+        ("tensor_model_parallel_size = true", "takes a value of type int; found True"),
+        ("bf16 = true", "bf16 cannot be set; what decides it: the trainer's dtype"),
+    ],
+)
+def test_mistakes_in_megatrons_table(here, model, capsys, line, says):
+    (here / "c.toml").write_text(f"[megatron]\n{line}\n")
+    assert says in refused(capsys, "train", "--config", "c.toml", "--model", str(model))
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+def test_a_model_without_weights(here, model, capsys, command):
+    (model / "model.safetensors").unlink()
+    assert "holds no *.safetensors files" in refused(capsys, command, "--model", str(model))
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert "has no file one.safetensors" in refused(capsys, command, "--model", str(model))
+    assert not (here / "runs").exists()
+
+
+def test_a_config_that_does_not_say_the_shape(here, model, capsys):
+    (model / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != "rms_norm_eps"}))
+    assert "does not say rms_norm_eps" in refused(capsys, "train", "--model", str(model))
+
+
+def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.run.components.gpus", lambda: [(80_000, 80_000)])
+    words = ["--model", str(model), "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node"]
+    for ranks in ("2", "none"):
+        assert "needs 2 GPUs, one for each rank; this machine has 1" in refused(capsys, "train", *words, ranks)
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(("command", "trains"), [("train", True), ("rollout", False), ("eval", False)])
+def test_servers_stand_beside_a_trainer_only_where_there_is_one(here, model, capsys, monkeypatch, command, trains):
+    def plan(*_, trains):
+        raise ConfigError(f"beside a trainer: {trains}")
+
+    monkeypatch.setattr("agentrl.engine.sglang.plan.plan_servers", plan)
+    words = ["--model", str(model), "--engine", "sglang"]
+    assert f"beside a trainer: {trains}" in refused(capsys, command, *words)
+
+
+def test_unknown_key_in_toml_says_where_it_belongs(here, capsys):
+    (here / "c.toml").write_text("[train]\nrollout_batch_size = 3\n")
+    assert "it belongs in [rollout]" in refused(capsys, "train", "--config", "c.toml")
+
+
+def test_top_p_is_refused_unless_opted_in(here, capsys):
+    assert "--allow-truncated-sampling" in refused(capsys, "train", "--rollout-top-p", "0.9")
+
+
+def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
+    assert "is no run folder" in refused(capsys, "train", "--resume", "nowhere")
+    (here / "run").mkdir()
+    (here / "run" / "config.toml").write_text("")
+    assert "is no run that can be resumed" in refused(capsys, "train", "--resume", "run")
+    (here / "run" / "checkpoints").mkdir()
+    assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
+    (here / "c.toml").write_text("")
+    assert "leave out --config" in refused(capsys, "train", "--resume", "run", "--config", "c.toml")
+    assert "leave out --train-only" in refused(capsys, "train", "--resume", "run", "--train-only", "run")
+
+
+@pytest.mark.parametrize("command", ["train", "train --train-only x", "rollout", "eval", "sft x"])
+def test_what_is_interrupted_before_it_has_a_folder_is_not_said_to_go_on(here, capsys, monkeypatch, command):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentrl.cli.main.resolve", interrupt)
+    assert main(command.split()) == 130
+    said = capsys.readouterr()
+    assert said.err.endswith(": interrupted\n")
+    assert "--resume" not in said.out
+
+
+@pytest.mark.parametrize("flag", SLIME_FLAGS)
+def test_every_flag_of_slime_is_taken_or_refused_by_name(flag, here, capsys):
+    name = flag[2:]
+    if name.replace("-", "_") in FIELDS:
+        return
+    if name in REFUSED:
+        err = refused(capsys, "train", flag)
+        assert flag in err
+        assert REFUSED[name] in err
+        return
+    from agentrl.train.megatron.megatron_flags import megatron_flags
+
+    assert name in megatron_flags()
+
+
+def test_env_whose_step_returns_the_wrong_type(here, model, capsys, monkeypatch):
+    (here / "bad.py").write_text(
+        "from agentrl import Env, Task\n"
+        "class Bad(Env):\n"
+        "    @classmethod\n"
+        "    def tasks(cls, split): return [Task('0', 'hello', 1)]\n"
+        "    def step(self, action): return 'done'\n"
+    )
+    assert main(["check", "--env", "bad.py"]) == 1
+    out = capsys.readouterr().out
+    assert "step" in out
+    assert "StepResult" in out
+    monkeypatch.setattr("agentrl.run.components.Components.engine", lambda self, *_: FakeEngine(self.renderer, ["x"]))
+    err = refused(capsys, "rollout", "--env", "bad.py", "--model", str(model), "--rollout-batch-size", "1")
+    assert "step" in err
+    assert "StepResult" in err
+    assert "'done'" in err
+
+
+ENV = """
+from agentrl import Env, Task, Tool, ToolEnv, tool
+
+class Clock(Tool):
+    def call(self, zone: str) -> str:
+        return "noon"
+
+class Ask(ToolEnv):
+    tools = [Clock]
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task("0", PROMPT, 1)]
+
+    @tool
+    def look_up(self, query: str) -> str:
+        return "x"
+"""
+NO_SYSTEM = (
+    "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}" + TEMPLATE
+)
+DEAF = TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
+SHOWN = "{{ tools | tojson if tools }}" + TEMPLATE
+
+
+class TestTheTemplateIsAskedFirst:
+    """Before an engine starts: what an environment needs of the chat template."""
+
+    @pytest.fixture
+    def run(self, here, model, capsys):
+        def run(template, more="", prompt="'hello'", env="env.py:Ask"):
+            (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+            (here / "env.py").write_text(ENV.replace("PROMPT", prompt) + more)
+            code = main(["eval", "--model", str(model), "--env", env, "--engine", "local"])
+            err = capsys.readouterr().err
+            assert (here / "runs").exists() is (code == 1)  # it goes on to the weights, of which the folder has few
+            return err
+
+        return run
+
+    def test_tools_that_it_leaves_out(self, run):
+        err = run(TEMPLATE)
+        assert (
+            "its chat template leaves tools out, so the policy would never hear of clock, look_up of environment Ask"
+            in err
+        )
+        assert "leaves tools out" in run(TEMPLATE, "    system_prompt = 'Call clock(zone).'\n")
+
+    @pytest.mark.parametrize(("template", "more"), [
+        (SHOWN, ""), (TEMPLATE, "    shows_tools = True\n"), (TEMPLATE, "    action_format = 'search_r1'\n"),
+        (TEMPLATE, "    system_prompt = 'Call clock(zone) or look_up(query).'\n"), (TEMPLATE, "    tools = []\n    look_up = None\n"),
+    ])  # fmt: skip
+    def test_tools_that_it_shows_or_need_not(self, run, template, more):
+        err = run(template, more)
+        assert "leaves tools out" not in err
+        assert "tensors are missing" in err
+
+    @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
+    @pytest.mark.parametrize(("template", "said"), [
+        (NO_SYSTEM, "refuses a conversation of roles (system, user): no system role"), (DEAF, "leaves messages of role 'system' out"),
+    ])  # fmt: skip
+    def test_a_system_prompt_that_it_does_not_take(self, run, template, said, more):
+        assert said in run(template, f"{more}    shows_tools = True\n    system_prompt = 'Be brief.'\n")
+
+    @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
+    def test_a_role_of_a_task_that_it_does_not_know(self, run, more):
+        template = TEMPLATE.replace("in messages %}", "in messages if m.role in ('user', 'assistant', 'tool') %}")
+        prompt = "({'role': 'developer', 'content': 'be brief'}, {'role': 'user', 'content': 'hello'})"
+        err = run(template, f"{more}    shows_tools = True\n", prompt)
+        assert "task 0: " in err
+        assert "leaves messages of role 'developer' out" in err
+
+
+def test_tokens_says_what_is_known_of_a_template(model, capsys):
+    assert main(["tokens", "--model", str(model), "--width", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "tools          LEFT OUT by the template" in out
+    assert "a tool's result: proven over 18 histories, spliced: <|im_end|> \\n<|im_start|>tool\\n[…]" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("SAMPLED")] == [["SAMPLED", "1"]] * 2
+    assert main(["tokens", "--model", str(model), "--action-format", "search_r1"]) == 0
+    assert "tools          left to the environment's prompt by the action format search_r1" in capsys.readouterr().out
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": SHOWN}))
+    assert main(["tokens", "--model", str(model)]) == 0
+    assert "tools          the template puts their schemas into the prompt" in capsys.readouterr().out
+
+
+def test_tokens_of_a_model_that_cannot_be_rendered(model, capsys):
+    (model / "tokenizer_config.json").write_text("{}")
+    assert "has no chat template" in refused(capsys, "tokens", "--model", str(model))
+    assert "unknown flag --histry" in refused(capsys, "tokens", "--model", str(model), "--histry")

@@ -1,0 +1,280 @@
+"""Settings: layers merge, unknown names suggest, contradictions are one sentence, what is written is read again."""
+
+import ast
+import dataclasses
+import inspect
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.cli.flags import with_truth
+from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml, settings
+from agentrl.config.paths import anchor
+from agentrl.config.rules import _ABOVE, _AT_LEAST
+from agentrl.data.data_files import load_tasks
+from agentrl.env import make_env_class
+from agentrl.errors import ConfigError
+from agentrl.reward import resolve_rewards
+from agentrl.store.run_folder import next_free
+
+
+def toml(tmp_path, text):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_defaults_hold():
+    config = build_config()
+    assert config == Config()
+    assert config.global_batch_size == 16 * 8
+
+
+def test_field_names_are_unique_over_sections_so_that_each_is_a_flag():
+    assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in SECTIONS.values())
+
+
+def test_later_layers_win_and_tables_merge_by_key():
+    config = build_config(
+        {"seed": 1, "env_args": {"a": 1, "b": 1}, "megatron": {"num_layers": 2}},
+        {"seed": "2", "env_args": {"b": 2}, "megatron": {"bf16": True}},
+    )
+    assert config.run.seed == 2
+    assert config.env.env_args == {"a": 1, "b": 2}
+    assert config.megatron == {"num_layers": 2, "bf16": True}
+
+
+def test_layers_are_not_changed_by_merging():
+    first = {"env_args": {"a": 1}}
+    build_config(first, {"env_args": {"b": 2}})
+    assert first == {"env_args": {"a": 1}}
+
+
+def test_the_batch_equation_prints_both_sides():
+    with pytest.raises(ConfigError, match=r"4 × 8 = 32, but 10 × 3 = 30"):
+        build_config(
+            {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "global_batch_size": 10, "num_steps_per_rollout": 3}
+        )
+    with pytest.raises(ConfigError, match=r"4 × 8 = 32, but 10 × 3 = 30"):  # from the equation, with a remainder
+        build_config({"rollout_batch_size": 4, "n_samples_per_prompt": 8, "num_steps_per_rollout": 3})
+    assert (
+        build_config({"rollout_batch_size": 4, "n_samples_per_prompt": 8, "num_steps_per_rollout": 2}).global_batch_size
+        == 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"rollout_batchsize": 4}, "did you mean 'rollout_batch_size'"),
+        ({"seed": "x"}, "--seed: .*found 'x'"),
+        ({"num_rollout": 1.5}, "--num-rollout: .*found 1.5"),
+        ({"advantage_estimator": "grop"}, "--advantage-estimator: .*grpo.*found 'grop'"),
+        ({"eval_prompt_data": ["a"]}, "NAME PATH pairs, found 1"),
+        ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "gives the name 'a' to more than one set"),
+        ({"seed": 10**22}, "--seed must be at least 0 and below 2\\*\\*63, found 10000000000000000000000"),
+        ({"seed": -1}, "--seed must be at least 0"),
+        ({"env_args": "a=1"}, "--env-args"),
+        ({"rollout_temperature": 0}, "--rollout-temperature must be above 0"),
+        ({"rollout_top_p": 0.9}, "--allow-truncated-sampling"),
+        ({"rollout_top_k": 5}, "--allow-truncated-sampling"),
+        ({"rollout_top_p": 0, "allow_truncated_sampling": True}, "--rollout-top-p"),
+        ({"rollout_top_k": 0}, "--rollout-top-k"),
+        ({"kl_loss_coef": 0.1}, "--use-kl-loss"),
+        ({"apply_chat_template": False}, "--apply-chat-template"),
+        ({"max_failure_share": 1.5}, "--max-failure-share"),
+        ({"num_steps_per_rollout": 0}, "--num-steps-per-rollout must be at least 1, found 0"),
+        ({"global_batch_size": 0}, "--global-batch-size must be at least 1, found 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence_that_names_the_flag(layer, message):
+    with pytest.raises(ConfigError, match=message) as e:
+        build_config(layer)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", _AT_LEAST)
+def test_bounds(name):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be at least"):
+        build_config({name: _AT_LEAST[name] - 1})
+
+
+@pytest.mark.parametrize("name", _ABOVE)
+def test_bounds_that_are_themselves_refused(name):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be above {_ABOVE[name]}, found"):
+        build_config({name: _ABOVE[name]})
+
+
+KINDS = ("int", "float", "int | None", "float | None")
+NUMBERS = {f.name: str(f.type) for cls in SECTIONS.values() for f in dataclasses.fields(cls) if f.type in KINDS}
+
+
+@pytest.mark.parametrize("name", [n for n, kind in NUMBERS.items() if "float" in kind])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_no_number_is_endless(name, value):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be a finite number, found {value}"):
+        build_config({name: value})
+
+
+def test_every_number_has_a_bound():
+    in_check = {"rollout_temperature", "rollout_top_p", "rollout_top_k", "max_failure_share"}
+    assert not NUMBERS.keys() - {"seed"} - _AT_LEAST.keys() - _ABOVE.keys() - in_check
+
+
+# -- TOML ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[rollout]\nseed = 3", r"unknown key 'seed' in \[rollout\]; it belongs in \[run\]"),
+        ("seed = 3", r"'seed' stands in no section; it belongs in \[run\]"),
+        ("[rollout]\nconcurency = 3", "did you mean 'concurrency'"),
+        ("[rolout]\nconcurrency = 3", "did you mean 'rollout'"),
+        ("rollout = 3", r"'rollout' is a section"),
+        ("megatron = 3", r"'megatron' is a section"),
+        ("[run", "not TOML"),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file_and_what_to_do(tmp_path, text, message):
+    path = toml(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as e:
+        read_toml(path)
+    assert str(path) in str(e.value)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_toml(tmp_path / "none.toml")
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_toml(tmp_path / "c.toml")
+
+
+def test_a_file_is_a_flat_layer(tmp_path):
+    layer = read_toml(
+        toml(tmp_path, "[run]\nseed = 3\n[env.env_args]\ntopk = 5\n[megatron]\ntensor_model_parallel_size = 2")
+    )
+    assert layer == {"seed": 3, "env_args": {"topk": 5}, "megatron": {"tensor_model_parallel_size": 2}}
+
+
+SOME = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**40),
+        "run": st.none() | st.text("abc/-", min_size=1),
+        "tensorboard": st.booleans(),
+        "env_args": st.dictionaries(
+            st.text("ab", min_size=1),
+            st.integers().filter(lambda i: abs(i) < 2**60) | st.text(max_size=3) | st.lists(st.booleans()),
+        ),
+        "reward": st.lists(st.text("xy=1", min_size=1), max_size=3),
+        "eval_interval": st.integers(0, 50),
+        "eval_limit": st.none() | st.integers(1, 50),
+        "max_tokens_per_turn": st.none() | st.integers(1, 500),
+        "lr": st.floats(0, 1),
+        "truncated_episodes": st.sampled_from(["train", "mask", "drop"]),
+        "megatron": st.dictionaries(st.text("ab_", min_size=1), st.integers(0, 5) | st.booleans()),
+        "eval_prompt_data": st.just(("nq", "nq.jsonl@[0:5]")),
+    },
+)
+
+
+@given(SOME)
+def test_to_toml_is_read_again_as_it_was(tmp_path_factory, layer):
+    config = build_config(layer)
+    again = build_config(read_toml(toml(tmp_path_factory.mktemp("c"), config.to_toml())))
+    assert again == config
+
+
+def test_none_can_be_said_in_a_file_and_on_the_command_line():
+    assert build_config({"eval_limit": "none"}).eval.eval_limit is None
+    assert tomllib.loads(build_config({"eval_limit": "none"}).to_toml())["eval"]["eval_limit"] == "none"
+    with pytest.raises(ConfigError, match="--seed"):
+        build_config({"seed": "none"})
+
+
+def test_every_setting_has_a_sentence():
+    names, seen = {c.__name__ for c in SECTIONS.values()}, []
+    for cls in ast.parse(inspect.getsource(settings)).body:
+        if isinstance(cls, ast.ClassDef) and cls.name in names:
+            for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+                if isinstance(node, ast.AnnAssign):
+                    assert isinstance(after, ast.Expr), f"{node.target.id} has no docstring"
+                    seen.append(node.target.id)
+    assert set(seen) == set(FIELDS)
+
+
+def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("envs/mine.py", "data/q.jsonl", "python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "weights").mkdir()
+    given = {
+        "hf_checkpoint": "envs", "env": "envs/mine.py:Mine", "reward": ["envs/mine.py:right=0.5", "em", "pkg.mod:fn=2"],
+        "prompt_data": "data/q.jsonl@[2:5]", "eval_prompt_data": ["data", "data/q.jsonl", "other", "no/such"],
+        "engine": "sglang", "engine_python": "python", "update_weight_disk_dir": "weights", "env_args": {"corpus": "data/q.jsonl"},
+    }  # fmt: skip
+    found = anchor(build_config(given))
+    assert (found.model.hf_checkpoint, found.env.env) == (f"{tmp_path}/envs", f"{tmp_path}/envs/mine.py:Mine")
+    assert found.env.reward == (f"{tmp_path}/envs/mine.py:right=0.5", "em", "pkg.mod:fn=2")
+    assert found.data.prompt_data == f"{tmp_path}/data/q.jsonl@[2:5]"
+    assert found.eval.eval_prompt_data == ("data", f"{tmp_path}/data/q.jsonl", "other", "no/such")
+    assert (found.engine.engine_python, found.engine.engine_pythonpath) == (f"{tmp_path}/python", None)
+    assert found.engine.update_weight_disk_dir == f"{tmp_path}/weights"
+    assert found.env.env_args == {"corpus": "data/q.jsonl"}, "only the environment knows what its arguments are"
+    assert anchor(found) == found
+    assert anchor(build_config({"hf_checkpoint": "envs"}), embedded=["envs"]).model.hf_checkpoint == "envs"
+    assert anchor(build_config({"hf_checkpoint": ""})).model.hf_checkpoint == ""
+    assert anchor(Config()) == Config()
+
+
+@pytest.mark.parametrize("folder", ["lr=0.1", "at 12:30", "a.py", "x.py=1", "y.py:Z=2", "q@[1:2]"])
+def test_a_path_may_hold_what_else_sets_apart(tmp_path, monkeypatch, folder):
+    where = tmp_path / folder
+    where.mkdir()
+    monkeypatch.chdir(where)
+    (where / "mine.py").write_text(
+        "from agentrl import Env\nclass Mine(Env): pass\ndef right(trajectory): return 1.0\n"
+    )
+    (where / "q.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    given = {"env": "mine.py:Mine", "reward": ["mine.py:right=0.5"], "prompt_data": "q.jsonl@[1:]"}
+    found = anchor(build_config(given))
+    assert (found.env.env, found.env.reward) == (f"{where}/mine.py:Mine", (f"{where}/mine.py:right=0.5",))
+    assert found.data.prompt_data == f"{where}/q.jsonl@[1:]"
+    monkeypatch.chdir(tmp_path)
+    assert make_env_class(found.env.env).__name__ == "Mine"
+    (reward,) = resolve_rewards(found.env.reward)
+    assert (reward.name, reward.weight) == ("right", 0.5)
+    tasks = load_tasks(found.data.prompt_data, input_key="prompt", label_key="prompt")
+    assert [t.prompt for t in tasks] == ["b", "c"]
+    assert next_free(tmp_path, found.env.env) == tmp_path / "mine-Mine-001"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("search_r1", "search_r1"),
+        ("/a/b.c/mine.py", "mine"),
+        ("x/mine.py:Mine", "mine-Mine"),
+        ("pkg.mod:Mine", "pkg-mod-Mine"),
+        ("a.python:B", "a-python-B"),
+        ("at=12:30/mine.py", "mine"),
+    ],
+)
+def test_the_name_of_a_run_folder(tmp_path, name, folder):
+    assert next_free(tmp_path, name) == tmp_path / f"{folder}-001"
+
+
+def test_a_yes_or_no_flag_takes_no_other_word():
+    words = "replay --keep-whole-outputs RUN --tensorboard false --colocate --lr 1".split()
+    assert (
+        with_truth(words) == "replay --keep-whole-outputs=true RUN --tensorboard false --colocate=true --lr 1".split()
+    )
+    assert with_truth(["--colocate"]) == ["--colocate=true"]
+    assert with_truth(["--colocate", "t"]) == ["--colocate", "t"]
+    assert with_truth(["--colocate", "Yes"]) == ["--colocate", "Yes"]

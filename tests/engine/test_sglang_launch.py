@@ -1,0 +1,142 @@
+"""Servers as processes: started, watched, stopped with all they started, and started again. They are scripted ones."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doubles import until, weights
+
+from agentrl.core.ports import free_port
+from agentrl.engine.base import SamplingParams
+from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.server_process import ServerProcess, session_members
+from agentrl.engine.sglang.supervisor import Member
+from agentrl.errors import EngineFailure
+
+FIVE = SamplingParams(5)
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    return weights(tmp_path / "w")
+
+
+def ask(fleet, session="a"):
+    return fleet.generate([1], FIVE, session=session)
+
+
+SERVER = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+from doubles import weights
+from engine_contract import EngineContract
+from sglang_double import Double, count_up
+async def main():
+    await Double(delay_s=0.2).start({port})
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def process(tmp_path, port, code=None):
+    code = code or SERVER.format(tests=str(Path(__file__).parents[1]), port=port)
+    return ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / "engine.log", f"http://127.0.0.1:{port}")
+
+
+async def test_a_server_that_dies_while_starting_fails_at_once_with_its_log(tmp_path):
+    server = process(tmp_path, 1, "import sys; print('no memory left'); sys.exit(3)")
+    server.start()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineFailure, match=r"died while it started \(status 3\)(.|\n)*no memory left"):
+            await server.wait_ready()
+    await server.stop()
+
+
+async def test_stop_ends_the_whole_tree(tmp_path):
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    server = process(tmp_path, 1, child)
+    server.start()
+    pid = server.process.pid
+    await until(lambda: len(session_members(pid)) == 2)
+    await server.stop()
+    assert not session_members(pid)
+    await server.stop()
+
+
+@pytest.fixture
+async def stubborn(tmp_path):
+    """A server that ignores SIGTERM."""
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    server = process(tmp_path, 1, code)
+    server.start()
+    await until(lambda: "deaf" in server.tail())
+    yield server
+    for pid in session_members(server.process.pid) if server.process else ():
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_stop_that_was_cancelled_can_be_asked_for_again(stubborn):
+    pid = stubborn.process.pid
+    stop = asyncio.create_task(stubborn.stop())
+    await asyncio.sleep(0.1)
+    stop.cancel()
+    await asyncio.gather(stop, return_exceptions=True)
+    assert session_members(pid)
+    await asyncio.gather(stubborn.stop(), stubborn.stop())
+    assert not session_members(pid)
+    assert not stubborn.alive
+
+
+async def test_a_server_that_the_kernel_keeps_is_a_failure_that_names_it(stubborn, monkeypatch):
+    def never(timeout):
+        raise subprocess.TimeoutExpired("server", timeout)
+
+    monkeypatch.setattr(stubborn.process, "wait", never)
+    with pytest.raises(EngineFailure, match=rf"\(pid {stubborn.process.pid}\) was killed and does not end"):
+        await stubborn.stop()
+    assert stubborn.process is not None
+
+
+@pytest.fixture
+async def alone(tmp_path):
+    """A fleet of one server of ours, and that server."""
+    server = process(tmp_path, free_port())
+    fleet = Fleet([Member(SGLangEngine(server.address, timeout_s=5), server)], patience_s=30)
+    await fleet.start()
+    yield fleet, server
+    await fleet.close()
+
+
+async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(alone, manifest):
+    fleet, server = alone
+    await fleet.update_weights(manifest, 7)
+
+    async def recovery(engine):
+        await engine.update_weights(manifest, fleet.policy_version)
+        return True
+
+    fleet.recovery = recovery
+    tasks = [asyncio.create_task(ask(fleet, s)) for s in "abc"]
+    await asyncio.sleep(0.1)
+    os.kill(server.process.pid, signal.SIGKILL)
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(a, EngineFailure) for a in answers)
+    assert (await ask(fleet)).policy_version == 7
+    assert fleet.members[0].restarts == 1
+    assert sum(fleet.causes.values()) == 1
+
+
+async def test_killed_while_paused_the_next_update_waits_for_it(alone, manifest):
+    fleet, server = alone
+    await fleet.pause()
+    os.kill(server.process.pid, signal.SIGKILL)
+    await fleet.update_weights(manifest, 3)
+    await fleet.resume()
+    assert (await ask(fleet)).policy_version == 3

@@ -1,0 +1,303 @@
+"""Runner processes: the same episodes in one process or in several, whatever happens to the processes."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from doubles import until
+from sglang_double import Double
+
+from agentrl.config import build_config
+from agentrl.engine.sglang.server_process import session_members
+from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
+from agentrl.rollout import process_pool as runners
+from agentrl.run.components import Components
+from agentrl.run.jobs import evaluate_only, rollout_only
+from agentrl.run.training import Job
+from agentrl.store import read_records
+
+ENV = str(Path(__file__).parents[1] / "process_pool_env.py") + ":Walk"
+pytestmark = pytest.mark.slow
+
+
+class Server(Double):
+    """Says what follows from the context alone: a search, or an answer after two or three of them."""
+
+    async def server_info(self, _, __):
+        return web.json_response({"version": self.version, "device": "cuda", "tp_size": 1, "context_length": 4096})
+
+    running = most = 0
+
+    async def generate(self, request, body):
+        Server.running += 1
+        Server.most = max(Server.most, Server.running)
+        try:
+            return await super().generate(request, body)
+        finally:
+            Server.running -= 1
+
+    async def _answer(self, body):
+        if len(body["input_ids"]) > 2:  # else a fleet looks whether it generates
+            await self.going.wait()
+            await asyncio.sleep(self.delay_s)
+        ids, text = self.answer(body)
+        meta = {
+            "input_token_logprobs": [[-0.5, i, None] for i in body["input_ids"]],
+            "output_token_logprobs": [[-1 / (1 + i), i, None] for i in ids],
+            "finish_reason": {"type": "stop", "matched": "</search>" if "</search>" in text else "</answer>"},
+            "weight_version": self.weight_version,
+            "completion_tokens": len(ids),
+        }
+        return web.json_response({"text": text, "output_ids": ids, "meta_info": meta})
+
+
+def script(tokenizer):
+    def answer(body):
+        context = body["input_ids"]
+        number = zlib.crc32(str(context).encode())
+        turn = tokenizer.decode(context).count("</search>")
+        text = f"<search>q{number % 1000}</search>" if turn < 2 + number % 2 else f"<answer>{number % 10}</answer>"
+        return tokenizer.encode(text), text
+
+    return answer
+
+
+@pytest.fixture
+async def servers(tokenizer):
+    Server.running = Server.most = 0
+    found = [await Server(answer=script(tokenizer)).start() for _ in range(2)]
+    yield found
+    for server in found:
+        await server.stop()
+
+
+@pytest.fixture
+def settings(tmp_path, tokenizer_dir, servers):
+    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, "vocab_size": 1000}))
+
+    def make(name: str, processes: int, *, max_retries: int = 1, **env_args):
+        return build_config(
+            {
+                "run": str(tmp_path / name), "hf_checkpoint": str(tokenizer_dir), "tensorboard": False, "env": ENV,
+                "env_args": env_args, "engine": "sglang", "num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 3,
+                "rollout_external_engine_addrs": [s.address for s in servers], "runner_processes": processes, "max_retries": max_retries,
+                "max_failure_share": 1.0, "concurrency": 7, "eval_interval": 0,
+            }
+        )  # fmt: skip
+
+    return make
+
+
+def episodes(run: Path) -> list[dict]:
+    """As they were recorded, without how long things took."""
+
+    def still(value):
+        if isinstance(value, dict):
+            return {k: still(v) for k, v in value.items() if k not in ("timings", "duration_s", "time", "started")}
+        return [still(v) for v in value] if isinstance(value, list) else value
+
+    return [still(r) for r in read_records(run)]
+
+
+async def run(config):
+    """The recorded episodes and what was said."""
+    said: list[str] = []
+    folder = await asyncio.wait_for(rollout_only(config, out=said.append), 120)
+    return episodes(folder / "episodes"), "\n".join(said)
+
+
+def table_of(said: str) -> str:
+    """The table of causes of the whole run, among the last words."""
+    return said[said.rindex("stop reason") : said.rindex("groups dropped")]
+
+
+async def test_the_number_of_processes_changes_nothing(settings, servers):
+    one, said_one = await run(settings("one", 1))
+    two, said_two = await run(settings("two", 2))
+    assert len(one) == 24
+    assert one == two
+    assert table_of(said_one) == table_of(said_two)
+    assert not multiprocessing.active_children()
+    assert all("/continue_generation" not in s.calls for s in servers), "commands are the controller's"
+
+
+async def test_failures_and_retries_are_the_same_too(settings):
+    one, said_one = await run(settings("one", 1, does="infra"))
+    two, said_two = await run(settings("two", 2, does="infra"))
+    assert [e["stop_reason"] for e in one].count("tool_failure") == 6
+    assert one == two
+    assert table_of(said_one) == table_of(said_two)
+
+
+async def test_a_group_is_played_in_one_process_and_all_are_used(settings):
+    done, _ = await run(settings("pids", 2, does="pid"))
+    where = {}
+    for e in done:
+        where.setdefault((e["step"], e["group_index"]), set()).add(e["state"]["pid"])
+    assert all(len(pids) == 1 for pids in where.values())
+    assert len(set.union(*where.values())) == 2
+    assert os.getpid() not in set.union(*where.values())
+
+
+async def test_sessions_stick_to_a_server(settings, servers):
+    await run(settings("sticky", 2))
+    for s in servers:
+        assert len(s.bodies) > 10, "both are used"
+        contexts = [b["input_ids"] for b in s.bodies if len(b["input_ids"]) > 2]
+        longer = [c for c in contexts if len(c) > min(map(len, contexts))]
+        assert all(any(c[: len(d)] == d for d in contexts if len(d) < len(c)) for c in longer)
+
+
+async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, servers, monkeypatch):
+    for server in servers:
+        server.delay_s = 0.05
+    job = Job(Components(settings("slow", 2), trains=False), None, lambda text: None)
+    behind = 0
+
+    class Slow:
+        def update(self):
+            nonlocal behind
+            asked = sum(len(p.asked) for p in job.collector.processes._processes)
+            behind = max(behind, asked)
+            time.sleep(0.01)  # the controller is slow, the processes are not
+
+        def close(self): ...
+
+    monkeypatch.setattr(job.report, "progress", lambda *_: Slow())
+    try:
+        await job.engine.start()
+        groups = await job.rollout(0)
+    finally:
+        await job.close()
+    assert sum(len(g.trajectories) for g in groups) == 12
+    assert 2 < behind <= 7
+    assert 2 < Server.most <= 7
+
+
+async def test_a_killed_process_is_replaced_and_its_episodes_are_started_again(settings, tmp_path):
+    config = settings("killed", 2, does="kill_once", flag=str(tmp_path / "flag"))
+    done, said = await run(config)
+    (tmp_path / "flag").unlink()
+    (tmp_path / "flag").touch()
+    calm, _ = await run(settings("calm", 1, does="kill_once", flag=str(tmp_path / "flag")))
+    assert done == calm
+    assert "was killed by SIGKILL, with" in said
+    assert "(runner process died)" in table_of(said)
+
+
+async def test_a_process_that_always_dies_ends_the_run(settings):
+    with pytest.raises(WorkerError, match=r"exited with status 3, .* replaced 3 times"):
+        await run(settings("dies", 2, does="exit"))
+    assert not multiprocessing.active_children()
+
+
+async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(runners, "SILENCE_S", 8.0)
+    monkeypatch.setattr(runners, "BEAT_S", 1.0)
+    done, said = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
+    assert len(done) == 24
+    assert "gave no sign of life for 8 s" in said
+
+
+async def test_a_broken_contract_ends_the_run_with_its_sentence(settings):
+    with pytest.raises(ContractError, match="step must return a StepResult, found str"):
+        await run(settings("contract", 2, does="contract"))
+    assert not multiprocessing.active_children()
+
+
+async def test_what_cannot_be_pickled_is_said(settings):
+    with pytest.raises(ContractError, match=r"must be picklable: .*--runner-processes 1"):
+        await run(settings("odd", 2, does="odd"))
+
+
+async def test_a_task_that_cannot_be_sent_is_named(settings):
+    job = Job(Components(settings("task", 2), trains=False), None, lambda text: None)
+    job.source.tasks = [replace(t, metadata={"n": lambda: 0}) for t in job.source.tasks]
+    try:
+        await job.engine.start()
+        with pytest.raises(DataError, match=r"task \d cannot be sent to a runner process: "):
+            await job.rollout(0)
+    finally:
+        await job.close()
+
+
+async def test_a_limit_too_small_to_share_is_refused(settings):
+    with pytest.raises(ContractError, match=r"tool search allows 4 calls at once .* at most --runner-processes 4"):
+        await run(settings("many", 5))
+
+
+async def test_too_many_failures_stop_it_as_in_one_process(settings):
+    config = settings("failing", 2, does="infra", where="0 1 2 3 4 5 6 7")
+    config = replace(config, rollout=replace(config.rollout, max_failure_share=0.1))
+    with pytest.raises(TooManyFailuresError, match="tool search: InfraError"):
+        await run(config)
+    assert not multiprocessing.active_children()
+
+
+async def test_a_server_that_goes_and_comes_back(settings, servers):
+    config = settings("faults", 2)
+    servers[0].faults += [200, 200, 503, 503]  # the first two are how the processes see that it generates
+    done, said = await run(config)
+    assert len({e["index"] for e in done if e["status"] == "completed"}) == 24, said
+
+
+async def test_every_rollout_takes_the_weights_there_are(settings, servers):
+    job = Job(Components(settings("versions", 2), trains=False), None, lambda text: None)
+    try:
+        await job.engine.start()
+        for version in (0, 1):
+            job.policy_version = job.engine.policy_version = version
+            for server in servers:
+                server.weight_version = str(version or "default")
+            for member in job.engine.members:
+                member.engine.policy_version = version
+            groups = await job.rollout(version)
+            spans = [s for g in groups for t in g.trajectories for part in t.segments for s in part.spans]
+            assert {s.policy_version for s in spans if s.log_probs} == {version}
+    finally:
+        await asyncio.wait_for(job.close(), 30)
+    assert not multiprocessing.active_children()
+
+
+async def test_cancelled_in_the_middle_nothing_is_left(settings, servers):
+    for server in servers:
+        server.going.clear()
+    job = asyncio.create_task(run(settings("cancelled", 2)))
+    await until(lambda: any(len(b["input_ids"]) > 2 for s in servers for b in s.bodies))
+    job.cancel()
+    await asyncio.wait([job], timeout=30)
+    assert job.cancelled()
+    assert not multiprocessing.active_children()
+
+
+async def test_a_controller_that_is_killed_takes_its_processes_with_it(settings, servers, tmp_path):
+    for server in servers:
+        server.going.clear()
+    config = settings("orphans", 2)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    command = [sys.executable, "-m", "agentrl.cli", "rollout", "--config", str(tmp_path / "config.toml")]
+    controller = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    await until(lambda: any(len(b["input_ids"]) > 2 for s in servers for b in s.bodies))
+    assert len(session_members(controller.pid)) > 2
+    controller.kill()
+    await controller.wait()
+    await until(lambda: not session_members(controller.pid))
+
+
+async def test_evaluation_too(settings):
+    config = settings("eval", 2)
+    numbers = await asyncio.wait_for(evaluate_only(config), 120)
+    assert numbers["episodes"] == 8
+
+
+def test_an_engine_in_this_process_is_refused():
+    with pytest.raises(ConfigError, match=r"--runner-processes needs --engine sglang .*local"):
+        build_config({"engine": "local", "runner_processes": 2})

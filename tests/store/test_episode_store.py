@@ -1,0 +1,283 @@
+"""The record: what is written is read, what a crash cut short is skipped, what is damaged is said."""
+
+import dataclasses
+import json
+import threading
+
+import orjson
+import pytest
+import zstandard
+from doubles import PROMPT, SAMPLED, FakeEngine, groups_of, make_runner, play, settled, span, trajectory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import StepResult, ToolEnv, tool
+from agentrl.errors import StoreError
+from agentrl.rollout.rollout import Rollout, RolloutLimits
+from agentrl.store import (
+    VERSION,
+    EpisodeWriter,
+    encode,
+    exactness_violations,
+    from_record,
+    read_episodes,
+    read_records,
+    to_record,
+    truncate,
+)
+from agentrl.types import Action, Observation, ParseError, Provenance, Segment, StopReason, ToolCall, ToolResult, Turn
+
+
+class Search(ToolEnv):
+    action_format = "search_r1"
+
+    @tool
+    def search(self, query: str) -> str:
+        """Look something up."""
+        return f"über {query} " * 50
+
+    async def step(self, action):
+        result = await settled(ToolEnv.step(self, action))
+        return StepResult(
+            result.observation, 0.1, result.terminated, info={"n": [1, 2.5, None, {"a": "東京"}]}, state_key="k"
+        )
+
+    def state(self):
+        return {"deep": {"list": [1, "two", None]}}
+
+
+@pytest.fixture
+async def episodes(tags):
+    script = lambda r: ("<search>Paris</search>", "<think>?", "<answer>Paris</answer>")[min(r.turn, 2)]  # noqa: E731
+    runner = make_runner(Search, script, tags, temperature=0.7, max_response_tokens=400)
+    groups, _ = await Rollout(runner, RolloutLimits()).run(groups_of(2, 2))
+    runner.close()
+    return [t for g in groups for t in g.trajectories]
+
+
+def write(folder, episodes, **extra):
+    writer = EpisodeWriter(folder)
+    for t in episodes:
+        writer.write(t, **extra)
+    writer.close()
+
+
+async def test_an_episode_is_read_as_it_was_written(tmp_path, episodes):
+    write(tmp_path, episodes, step=3)
+    assert list(read_episodes(tmp_path)) == episodes
+    assert [r["step"] for r in read_records(tmp_path)] == [3] * 4
+    assert all(r["version"] == VERSION for r in read_records(tmp_path))
+    (file,) = tmp_path.glob("*.zst")
+    assert list(read_episodes(file)) == episodes
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_every_stop_reason_and_field_survives(tmp_path, reason):
+    action = Action(
+        "x",
+        (ToolCall("a", {"q": [1, {}]}, "c"),),
+        (ParseError("content", "m", "t"),),
+        answer="",
+        results=(ToolResult("c", "a", "…", True, 9, "f" * 64, 0.5),),
+    )
+    turn = Turn(
+        0,
+        0,
+        2,
+        action,
+        Observation(({"role": "tool", "content": [{"type": "text", "text": "x"}]},)),
+        0.5,
+        {"i": 1},
+        "key",
+        7,
+        3,
+        2,
+        2**63 - 1,
+        {"a": 0.5},
+        "other",
+    )
+    spans = [
+        span(PROMPT, (1, 2), -1),
+        span(SAMPLED, (3,)),
+        span(Provenance.FORCED, (4,)),
+        span(Provenance.DEMONSTRATION, (5,)),
+    ]
+    t = trajectory(
+        [spans, spans],
+        reason=reason,
+        turns=[turn],
+        score=1.5,
+        cause="why",
+        demonstration=True,
+        state={"a": [1]},
+        timings={"x": 1.0},
+    )
+    write(tmp_path, [t])
+    assert list(read_episodes(tmp_path)) == [t]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_any_json_value_a_policy_can_write_survives(value):
+    """Case 14: integers of any size and lone surrogates are JSON to Python, and a policy can write them."""
+    import json
+
+    t = trajectory(turns=[Turn(0, 0, 2, Action("x", (ToolCall("a", {"q": value}, "c"),)))])
+    line = encode(to_record(t))
+    assert line.count(b"\n") == 1
+    assert from_record(json.loads(line)) == t
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**40, "\ud800", [[[]]] * 3, {1: 2}, {1, 2}, object(), threading.Lock(), float("nan"), b"raw"],
+    ids=lambda v: str(type(v).__name__),
+)
+def test_whatever_a_user_puts_into_info_or_state_does_not_stop_the_run(tmp_path, value):
+    t = trajectory(turns=[Turn(0, 0, 2, Action("x"), info={"v": value})], state={"v": value})
+    write(tmp_path, [t, trajectory(index=1)])
+    assert [r.index for r in read_episodes(tmp_path)] == [0, 1]
+
+
+def test_deep_nesting_is_written(tmp_path):
+    deep = []
+    for _ in range(400):
+        deep = [deep]
+    write(tmp_path, [trajectory(turns=[Turn(0, 0, 2, Action("x", (ToolCall("a", {"q": deep}, "c"),)))])])
+    (t,) = read_episodes(tmp_path)
+    assert t.turns[0].action.calls[0].arguments == {"q": deep}
+
+
+@pytest.mark.parametrize("lost", [1, 7, 100])
+def test_a_last_frame_that_was_cut_short_is_skipped_and_writing_goes_on(tmp_path, lost):
+    many = [trajectory(index=i) for i in range(3)]
+    write(tmp_path, many)
+    (file,) = tmp_path.glob("*.zst")
+    file.write_bytes(file.read_bytes()[:-lost])
+    assert [t.index for t in read_episodes(tmp_path)] == [0, 1]
+    write(tmp_path, [trajectory(index=9)])  # the next run must not write behind the broken frame
+    assert [t.index for t in read_episodes(tmp_path)] == [0, 1, 9]
+
+
+def test_what_is_damaged_is_said_and_not_skipped(tmp_path):
+    write(tmp_path, [trajectory(index=i) for i in range(3)])
+    (file,) = tmp_path.glob("*.zst")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+    with pytest.raises(StoreError, match=file.name):
+        list(read_episodes(tmp_path))
+
+
+def test_many_frames_are_read_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.store.episode_files._CHUNK", 100)
+    many = [trajectory(index=i) for i in range(50)]
+    write(tmp_path, many)
+    assert list(read_episodes(tmp_path)) == many
+
+
+def frame(tmp_path, value):
+    file = tmp_path / "000000.jsonl.zst"
+    file.write_bytes(zstandard.compress(orjson.dumps(value) + b"\n"))
+    return file
+
+
+def test_a_newer_version_is_refused(tmp_path):
+    file = frame(tmp_path, {**to_record(trajectory()), "version": VERSION + 1})
+    with pytest.raises(StoreError, match=f"record version {VERSION + 1}, this one reads up to {VERSION}"):
+        list(read_records(file))
+
+
+@pytest.mark.parametrize("value", [5, [], {"a": 1}, {"version": "x"}])
+def test_what_is_no_episode_is_said(tmp_path, value):
+    with pytest.raises(StoreError, match="no episode"):
+        list(read_records(frame(tmp_path, value)))
+
+
+@pytest.mark.parametrize("change", [{"stop_reason": "tired"}, {"segments": None}, {"task": {}}])
+def test_a_record_with_broken_fields_names_the_episode(tmp_path, change):
+    with pytest.raises(StoreError, match="episode 0-0"):
+        list(read_episodes(frame(tmp_path, {**to_record(trajectory()), **change})))
+
+
+def test_no_such_file_is_said(tmp_path):
+    with pytest.raises(StoreError, match="no episodes at"):
+        list(read_records(tmp_path / "none"))
+
+
+def test_truncate_goes_back_to_a_position(tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.store.episode_files.ROTATE_BYTES", 1200)
+    writer = EpisodeWriter(tmp_path)
+    positions = []
+    for i in range(12):
+        positions.append(writer.position())
+        writer.write(trajectory(index=i))
+    writer.close()
+    assert len(list(tmp_path.glob("*.zst"))) > 2
+    for i in (11, 7, 3, 0):
+        truncate(tmp_path, *positions[i])
+        assert [t.index for t in read_episodes(tmp_path)] == list(range(i))
+    write(tmp_path, [trajectory(index=0)])
+    assert [t.index for t in read_episodes(tmp_path)] == [0]
+
+
+def test_a_position_after_reopening_is_one_to_go_back_to(tmp_path):
+    write(tmp_path, [trajectory(index=0)])
+    writer = EpisodeWriter(tmp_path)
+    position = writer.position()
+    writer.write(trajectory(index=1))
+    writer.close()
+    truncate(tmp_path, *position)
+    assert [t.index for t in read_episodes(tmp_path)] == [0]
+
+
+async def test_exactness_violations_finds_a_planted_change(episodes):
+    assert exactness_violations(episodes) == 0
+    t = episodes[0]
+    assert len(t.turns) == 3
+    spans = list(t.segments[0].spans)
+    at = next(i for i, s in enumerate(spans) if s.provenance is Provenance.OBSERVATION)
+    ids = spans[at].ids
+    spans[at] = span(Provenance.OBSERVATION, (*ids[:-1], ids[-1] + 1), spans[at].turn)
+    object.__setattr__(t, "segments", (Segment(tuple(spans)),))
+    assert exactness_violations(episodes) == 2, "the two turns whose context holds it"
+
+
+async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(tmp_path, hermes):
+    """Case 14, through a whole episode to the disk and back."""
+
+    class Any(ToolEnv):
+        @tool
+        def any(self, x) -> str:
+            """Take anything."""
+            return "ok"
+
+    bodies = [str(10**40), '"\\ud800"', "[" * 300 + "]" * 300]
+    for body in bodies:
+        text = f'<tool_call>{{"name": "any", "arguments": {{"x": {body}}}}}</tool_call>'
+        t = await play(Any, FakeEngine(hermes, [text, "<answer>x</answer>"]), hermes)
+        write(tmp_path, [t])
+    assert [t.stop_reason for t in read_episodes(tmp_path)] == [StopReason.TERMINATED] * 3
+
+
+def test_every_field_of_a_turn_is_in_the_record():
+    """The record names them one by one, for speed."""
+    names = {f.name for f in dataclasses.fields(Turn)}
+    action = Action("x", results=(ToolResult("c", "f", "text"),))
+    whole = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, context=({"role": "user"},))]))))
+    assert whole["turns"][0].keys() == names
+    assert whole["turns"][0]["action"].keys() == {f.name for f in dataclasses.fields(Action)}
+    assert whole["turns"][0]["action"]["results"][0].keys() == {f.name for f in dataclasses.fields(ToolResult)}
+    huge = dataclasses.replace(action, calls=(ToolCall("f", {"n": 1 << 70}, "c"),))
+    again = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, huge)]))))
+    assert again["turns"][0]["action"]["calls"] == [{"name": "f", "arguments": {"n": 1 << 70}, "id": "c"}]

@@ -1,0 +1,138 @@
+"""A run folder belongs to one run at a time, and a resumed run cuts nothing that another one is still writing."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles import trajectory
+
+from agentrl import __version__
+from agentrl.cli.main import main
+from agentrl.config import build_config
+from agentrl.errors import ConfigError, StoreError
+from agentrl.store import Recording
+from agentrl.store.run_folder import RunFolder, last_checkpoint
+
+
+@pytest.fixture
+def config(tmp_path):
+    return build_config({"run": str(tmp_path / "run"), "hf_checkpoint": str(tmp_path), "tensorboard": False})
+
+
+def begun(config):
+    """The folder of a training run that has started."""
+    folder = RunFolder.create(config, __version__)
+    (folder.path / "checkpoints").mkdir()
+    return folder
+
+
+def written(folder):
+    return {p.name: p.read_bytes() for p in folder.path.iterdir() if p.is_file()}
+
+
+def test_a_run_that_goes_on_is_not_resumed(config, capsys):
+    folder = begun(config)
+    for step in range(3):
+        folder.metrics.write({"step": step})
+    before = written(folder)
+    with pytest.raises(StoreError, match="still going on"):
+        RunFolder.reopen(folder.path, config, "another version", {})
+    assert main(["train", "--resume", str(folder.path)]) == 2
+    assert written(folder) == before
+    folder.close()
+    assert last_checkpoint(folder.path, config) == (None, {})
+    again = RunFolder.reopen(folder.path, config, __version__, {})
+    assert again.metrics.rows() == []
+    again.close()
+
+
+def test_it_is_cut_back_to_its_checkpoint_and_written_on(config):
+    folder = RunFolder.create(config, __version__)
+    folder.metrics.write({"step": 0})
+    folder.save(1, {"step": 1}, lambda path: path.mkdir())
+    folder.metrics.write({"step": 1, "lost": True})
+    folder.close()
+    last, state = last_checkpoint(folder.path, config)
+    assert (last.name, state["step"]) == ("000001", 1)
+    again = RunFolder.reopen(folder.path, config, __version__, state)
+    again.metrics.write({"step": 1})
+    assert again.metrics.rows() == [{"step": 0}, {"step": 1}]
+    assert again.metrics.position() == again.metrics.path.stat().st_size
+    again.close()
+
+
+HOLD = """
+import sys
+from agentrl.store.run_folder import JsonLines
+lines = JsonLines(__import__("pathlib").Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_killed_run_is_free(config):
+    folder = begun(config)
+    folder.close()
+    command = [sys.executable, "-c", HOLD, str(folder.path / "metrics.jsonl")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match="still going on"):
+            RunFolder.reopen(folder.path, config, __version__, {})
+        other.kill()
+    RunFolder.reopen(folder.path, config, __version__, {}).close()
+
+
+def test_nothing_is_overwritten(config):
+    RunFolder.create(config, __version__).close()
+    with pytest.raises(ConfigError, match=r"exists already; choose another with --run$"):
+        RunFolder.create(config, __version__)
+    (Path(config.run.run) / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"exists already; .* or go on with it: agentrl train --resume"):
+        RunFolder.create(config, __version__)
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "guess.py").touch()
+    config = build_config({"run": str(tmp_path / "guess.py" / "x")})
+    with pytest.raises(ConfigError, match=r"guess\.py/x cannot be made: Not a directory; choose another with --run"):
+        RunFolder.create(config, "1")
+
+
+def test_what_is_no_training_run_is_not_resumed_and_stays_whole(config, capsys):
+    folder = RunFolder.create(config, __version__)
+    folder.metrics.write({"step": 0})
+    folder.episodes.write(trajectory(), split="train")
+    folder.close()
+    before = written(folder)
+    assert main(["train", "--resume", str(folder.path)]) == 2
+    assert "is no run that can be resumed" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="is no run that can be resumed"):
+        last_checkpoint(folder.path, config)
+    assert written(folder) == before
+    assert len(Recording(folder.path).episodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"step": 3, "recorded": True}, "was made by --train-only and has no rollouts of its own"),
+        ({"step": 3}, "has done 3 rollouts; --num-rollout 1 is fewer"),
+    ],
+)
+def test_what_cannot_go_on_from_its_checkpoint_is_refused(config, state, message):
+    folder = RunFolder.create(config, __version__)
+    folder.save(3, state, lambda path: path.mkdir())
+    folder.close()
+    fewer = replace(config, rollout=replace(config.rollout, num_rollout=1))
+    with pytest.raises(ConfigError, match=message):
+        last_checkpoint(folder.path, fewer)
+
+
+def test_a_finished_run_is_resumed_with_the_number_it_has(config):
+    folder = RunFolder.create(config, __version__)
+    folder.save(3, {"step": 3}, lambda path: path.mkdir())
+    folder.close()
+    same = replace(config, rollout=replace(config.rollout, num_rollout=3))
+    assert last_checkpoint(folder.path, same)[1]["step"] == 3

@@ -1,0 +1,145 @@
+"""The checksum of a GPU's tensors: against the formula in plain integers, and against SGLang's own kernel, run by triton's interpreter."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.engine.sglang.installation import find_installation
+from agentrl.train.megatron.delivery.checksum import TILE, TILES, WordMix
+from agentrl.train.megatron.delivery.fused_checksum import checksums
+
+M32, M64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+def mixed(*tensors: torch.Tensor) -> list[int]:
+    mix = WordMix()
+    for tensor in tensors:
+        mix.add([tensor])
+    return [int(digits, 16) for digits in mix.finish()]
+
+
+def mix(x: int) -> int:
+    x = (x ^ x >> 16) * 0x85EBCA6B & M32
+    x = (x ^ x >> 13) * 0xC2B2AE35 & M32
+    return x ^ x >> 16
+
+
+def rotated(x: int, turn: int) -> int:
+    return (x << turn | x >> (32 - turn)) & M32
+
+
+def in_plain_integers(content: bytes) -> int:
+    content += bytes(-len(content) % 4)
+    words = np.frombuffer(content, "<u4").tolist()
+    second, total = (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & M32, 0
+    for tile in range(0, len(words), TILE):
+        high = low = 0
+        for i, w in enumerate(words[tile : tile + TILE], tile):
+            high += mix(w ^ (i * 0x27D4EB2D + 0x243F6A88 & M32) ^ rotated(i, 15))
+            low += mix(w ^ (i * 0x165667B1 + second & M32) ^ rotated(i, 13))
+        total += mix(high & M32 ^ len(content)) << 32 | mix(low & M32 ^ len(content))
+    x = total & M64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & M64
+    return x ^ x >> 31
+
+
+def bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=5))
+def test_any_bytes(contents):
+    assert mixed(*map(bytes_of, contents)) == [in_plain_integers(c) for c in contents]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=4))
+def test_parts_are_one_tensor(parts):
+    mix = WordMix()
+    mix.add([bytes_of(p) for p in parts])
+    assert mix.finish() == [f"{in_plain_integers(b''.join(parts)):016x}"]
+
+
+@pytest.mark.parametrize("words", [1, TILE - 1, TILE, TILE + 1, 3 * TILE + 17])
+def test_tiles(words):
+    content = np.random.default_rng(words).bytes(4 * words)
+    assert mixed(torch.frombuffer(bytearray(content), dtype=torch.bfloat16)) == [in_plain_integers(content)]
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 7])
+def test_how_many_tiles_are_taken_at_once_does_not_matter(tiles, monkeypatch):
+    tensors = [torch.randn(n) for n in (5 * TILE + 3, 1, TILE, 2 * TILE, 7, 3 * TILE - 1)]
+    alone = [mixed(t)[0] for t in tensors]
+    monkeypatch.setattr("agentrl.train.megatron.delivery.checksum.TILES", tiles)
+    assert mixed(*tensors) == alone
+
+
+def test_more_tiles_than_are_taken_at_once():
+    content = np.random.default_rng(0).bytes(4 * TILE * 3 + 20)
+    tensor = torch.zeros(TILES * TILE, dtype=torch.int32)
+    tail = torch.frombuffer(bytearray(content), dtype=torch.int32)
+    assert mixed(tensor, tail)[1] == in_plain_integers(content)
+    last = torch.cat([tensor, tail])
+    other = last.clone()
+    other[-1] ^= 1
+    assert mixed(last) != mixed(other)
+
+
+def test_empty_and_strided():
+    assert mixed(torch.empty(0), torch.ones(3)) == [0, *mixed(torch.ones(3))]
+    table = torch.randn(8, 6)
+    assert mixed(table.T) == mixed(table.T.contiguous()) != mixed(table)
+
+
+def test_one_bit_or_two_exchanged_words_show():
+    tensor = torch.arange(3 * TILE, dtype=torch.int32)
+    others = []
+    for where in (0, TILE, 3 * TILE - 1):
+        others.append(tensor.clone())
+        others[-1][where] ^= 1
+    others.append(tensor.clone())
+    others[-1][[5, TILE + 5]] = tensor[[TILE + 5, 5]]
+    assert len(set(mixed(tensor, *others))) == 5
+
+
+def test_joined_parameters_and_the_padded_vocabulary():
+    q, k, v, e = torch.randn(8, 4), torch.randn(4, 4), torch.randn(4, 4), torch.randn(70, 4)
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    found = checksums([*zip(names, (q, k, v), strict=True), ("model.embed_tokens.weight", e)], 70, "mix")
+    values = mixed(torch.cat([q, k, v]), torch.cat([e, torch.zeros(58, 4)]))
+    assert found == {
+        "model.layers.0.self_attn.qkv_proj.weight": f"{values[0]:016x}",
+        "model.embed_tokens.weight": f"{values[1]:016x}",
+    }
+
+
+KERNEL = """
+import json, sys, numpy as np, torch
+import sglang.kernels.ops.memory.gpu_tensor_hash as g
+content = np.load(sys.argv[1])
+out = []
+for words in json.loads(sys.argv[2]):
+    tensor = torch.from_numpy(content[:words].copy())
+    # the module asks for a GPU; what it runs is told to take memory of the CPU
+    tensor.__class__ = type("OnCard", (torch.Tensor,), {"is_cuda": True})
+    out.append(g.gpu_tensor_hash(tensor))
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.sglang
+def test_against_the_kernel_of_sglang(tmp_path):
+    content = np.random.default_rng(1).integers(-(2**31), 2**31, 2 * TILE + 5, dtype=np.int32)
+    np.save(tmp_path / "words.npy", content)
+    sizes = [1, 100, TILE, 2 * TILE + 5]
+    python = find_installation().python
+    command = [str(python), "-c", KERNEL, str(tmp_path / "words.npy"), json.dumps(sizes)]
+    env = dict(find_installation().environment, TRITON_INTERPRET="1")
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == mixed(*(torch.from_numpy(content[:n].copy()) for n in sizes))

@@ -1,0 +1,73 @@
+"""Megatron's flags, read from its source, are those of its dataclasses, and need no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+from agentrl.errors import ConfigError
+from agentrl.train.megatron.megatron_flags import ALIASES, OURS, megatron_flags
+
+
+def test_no_torch_is_imported():
+    code = "import sys; from agentrl.train.megatron.megatron_flags import megatron_flags; megatron_flags(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_flag_is_a_field_with_its_default():
+    from dataclasses import MISSING, fields
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = {
+        c.__name__: {f.name: f for f in fields(c)}
+        for c in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    }
+    specs = megatron_flags()
+    for spec in specs.values():
+        for owner in spec.owners:
+            assert spec.field in classes[owner], spec
+        default = classes[spec.owners[0]][spec.field].default
+        if isinstance(default, (int, float, str, bool)) and spec.default is not None:
+            assert spec.default == default, spec.name
+    assert {owner for s in specs.values() for owner in s.owners} == set(classes)
+    missing = {
+        n for c in classes.values() for n, f in c.items() if f.type in (int, float, bool) and f.default is not MISSING
+    } - {s.field for s in specs.values()}
+    assert missing <= set(OURS), missing
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("tensor-model-parallel-size 2", "tensor_model_parallel_size", 2),
+        ("sequence-parallel", "sequence_parallel", True),
+        ("recompute-activations", "recompute_granularity", "selective"),
+        ("weight-decay 0.1", "weight_decay", 0.1),
+        ("adam-beta1 0.8", "adam_beta1", 0.8),
+        ("clip-grad 0.5", "clip_grad", 0.5),
+        ("no-overlap-grad-reduce", "overlap_grad_reduce", False),
+        ("no-bias-swiglu-fusion", "bias_activation_fusion", False),
+        ("recompute-modules core_attn mlp", "recompute_modules", ["core_attn", "mlp"]),
+    ],
+)
+def test_values(words, field, value):
+    name, *rest = words.split()
+    assert megatron_flags()[name].parse(rest) == (field, value)
+
+
+@pytest.mark.parametrize(
+    "words", ["clip-grad", "clip-grad x", "clip-grad 1 2", "sequence-parallel 1", "recompute-granularity half"]
+)
+def test_wrong_values_are_refused(words):
+    name, *rest = words.split()
+    with pytest.raises(ConfigError, match=f"--{name}"):
+        megatron_flags()[name].parse(rest)
+
+
+def test_aliases_point_at_fields():
+    fields = {s.field for s in megatron_flags().values()}
+    assert {field for field, _ in ALIASES.values()} <= fields
