@@ -158,7 +158,9 @@ def run_train(args: argparse.Namespace, rest: Words) -> int:
                 )
         given = read_flags(args, rest)
         config = build_config(read_toml(require_run(args.resume) / "config.toml"), given)
-        changed = sorted(set(given) - {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency"})
+        changed = sorted(
+            set(given) - {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level"}
+        )
         if changed:
             raise ConfigError(
                 f"--resume goes on with the run's own settings; leave out --{changed[0].replace('_', '-')}, or begin a new run"

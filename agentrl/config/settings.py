@@ -25,6 +25,8 @@ class RunSettings:
     """older ones are removed; 0: keep all"""
     tensorboard: bool = True
     """write TensorBoard events"""
+    log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata={"recorded": False})
+    """least severe messages that are logged; not recorded in config.toml, because it changes nothing in the run"""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ TABLES = ("megatron", "sglang")
 
 def _plain(obj: Any) -> Any:
     if is_dataclass(obj) and not isinstance(obj, type):
-        values = {f.name: (getattr(obj, f.name), f.default) for f in fields(obj)}
+        values = {f.name: (getattr(obj, f.name), f.default) for f in fields(obj) if f.metadata.get("recorded", True)}
         return {
             k: "none" if v is None else _plain(v)
             for k, (v, default) in values.items()

@@ -190,6 +190,13 @@ def test_to_toml_is_read_again_as_it_was(tmp_path_factory, layer):
     assert again == config
 
 
+def test_the_log_level_is_not_recorded():
+    config = build_config({"log_level": "debug"})
+    assert config.run.log_level == "debug"
+    assert config.to_toml() == Config().to_toml()
+    assert "log_level" not in config.to_toml()
+
+
 def test_none_can_be_said_in_a_file_and_on_the_command_line():
     assert build_config({"eval_limit": "none"}).eval.eval_limit is None
     assert tomllib.loads(build_config({"eval_limit": "none"}).to_toml())["eval"]["eval_limit"] == "none"

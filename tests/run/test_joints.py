@@ -424,6 +424,7 @@ CASES = [
 ]  # fmt: skip
 ELSEWHERE = {
     "env": "every case names one, and its tasks are what is played",
+    "log_level": "changes what is logged, nothing in the run",
     "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
     "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",
     "runner_processes": "needs servers: test_runners.py",
