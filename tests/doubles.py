@@ -66,7 +66,7 @@ Script = Callable[[Request], Any]
 
 
 @dataclass
-class FakeEngine:
+class FakeGenerator:
     """Says what `script` answers: a text (encoded, ended by the end token unless it ends with a stop string; cut by length),
     ids, a Generation, or an exception to raise. A list is a script by turn; the last entry repeats."""
 
@@ -112,6 +112,10 @@ class FakeEngine:
 
     async def release(self, session: str) -> None:
         self.released.append(session)
+
+
+class FakeEngine(FakeGenerator):
+    """The generator as a whole engine, for tests of runs."""
 
     async def start(self) -> None: ...
     async def pause(self) -> None: ...
@@ -162,7 +166,7 @@ def make_runner(
     **limits: Any,
 ) -> EpisodeRunner:
     """`engine` may be a script."""
-    engine = engine if hasattr(engine, "generate") else FakeEngine(renderer, engine)
+    engine = engine if hasattr(engine, "generate") else FakeGenerator(renderer, engine)
     return EpisodeRunner(
         functools.partial(env, **(env_args or {})),
         env,

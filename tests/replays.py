@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 
-from doubles import FakeEngine, call, groups_of, make_runner
+from doubles import FakeGenerator, call, groups_of, make_runner
 from lookup import Search, exact
 
 from agentrl import ToolEnv, tool
@@ -49,7 +49,7 @@ async def record(env, engine, renderer, folder, **more):
 async def replay(env, renderer, episodes, live=(), **more):
     """Replay whole groups; the outcomes in order."""
     more.setdefault("rewards", env.rewards)
-    runner = make_runner(env, FakeEngine(renderer, []), renderer, **more)
+    runner = make_runner(env, FakeGenerator(renderer, []), renderer, **more)
     by_group = {}
     for t in episodes:
         by_group.setdefault(t.group_index, []).append(t)

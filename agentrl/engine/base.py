@@ -77,26 +77,35 @@ class WeightsManifest:
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """One inference engine, or a fleet behind one address. All methods have bounded waits and raise EngineFailure."""
-
-    async def start(self) -> None:
-        """Make ready for `generate`."""
+class Generator(Protocol):
+    """What an episode needs of an engine: sample continuations, then end the session."""
 
     async def generate(
         self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
     ) -> Generation:
-        """Sample a continuation of `ids`. `session` (an episode) sticks to one engine and its prefix cache.
+        """Sample a continuation of `ids`.
 
-        `images`: where images stand in `ids`, each as many placeholders as it has tokens.
+        Args:
+            ids: the whole context.
+            sampling: how to sample.
+            session: the episode; its requests stick to one engine and its prefix cache.
+            images: where images stand in `ids`, each as many placeholders as it has tokens.
 
         Raises:
             EngineFailure: no answer, or the context does not fit.
-            EngineAbort: given up on purpose.
+            EngineAbort: the engine gave the request up on purpose.
         """
 
     async def release(self, session: str) -> None:
-        """The session is over; its cache may go."""
+        """End the session; its cache may be dropped."""
+
+
+@runtime_checkable
+class Engine(Generator, Protocol):
+    """One inference engine, or a fleet behind one address. All methods have bounded waits and raise EngineFailure."""
+
+    async def start(self) -> None:
+        """Make ready for `generate`."""
 
     async def pause(self) -> None:
         """Finish no more tokens until `resume`; requests in flight wait."""

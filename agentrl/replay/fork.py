@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from agentrl.core.message_images import Placed
 from agentrl.core.seeds import derive_seed
-from agentrl.engine.base import Engine, Generation, SamplingParams
+from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env
 from agentrl.errors import ConfigError, StoreError
 from agentrl.render.context_policy import ContextPolicy, ContextView
@@ -42,7 +42,7 @@ class Branch:
 class ForkEngine(PlaybackEngine):
     """The record before turn `turn`, a live engine from there on."""
 
-    def __init__(self, recorded: Trajectory, live: Engine, turn: int, seed: int) -> None:
+    def __init__(self, recorded: Trajectory, live: Generator, turn: int, seed: int) -> None:
         super().__init__(recorded)
         self.live, self.at, self.seed = live, turn, seed
 

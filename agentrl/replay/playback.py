@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from agentrl.core.message_images import Placed
 from agentrl.core.timeout_pool import is_async
-from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
+from agentrl.engine.base import Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
 from agentrl.render.context_policy import ContextPolicy, ContextView
 from agentrl.rollout.tool_executor import ToolExecutor
@@ -94,35 +94,7 @@ class PlaybackEngine:
             raise EngineFailure(cause, cause) if reason is StopReason.ENGINE_FAILURE else EngineAbort(cause, cause)
 
     async def release(self, session: str) -> None:
-        """Nothing is held."""
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def pause(self) -> None:
-        """Answers are instant."""
-
-    async def resume(self) -> None:
-        """Answers are instant."""
-
-    async def abort(self, session: str | None = None) -> None:
-        """Answers are instant."""
-
-    async def sleep(self) -> None:
-        """No memory is held."""
-
-    async def wake(self) -> None:
-        """No memory is held."""
-
-    async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
-        """There are no weights."""
-
-    async def health(self) -> EngineInfo:
-        """What it is."""
-        return EngineInfo("playback", "1", 0, 1 << 30, True)
-
-    async def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: a recorded episode holds no cache."""
 
 
 def recorded_generation(t: Trajectory, turn: Turn) -> Generation:

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.core.message_images import carry, image_parts
 from agentrl.core.seeds import derive_seed
-from agentrl.engine.base import Engine, Generation, SamplingParams
+from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env, check_reward
 from agentrl.errors import (
     ContractError,
@@ -86,7 +86,7 @@ class EpisodeRunner:
         self,
         env: Callable[[], Env],
         env_class: type[Env],
-        engine: Engine,
+        engine: Generator,
         renderer: Renderer,
         scorer: Scorer,
         *,

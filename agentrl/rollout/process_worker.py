@@ -18,6 +18,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
+from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError, ContractError, UsageError, WorkerError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.rollout import fewer_collections
@@ -41,9 +42,9 @@ _SAME = Task("", "")
 """in the place of a task that the controller has"""
 
 Tell = Callable[[Any], None]
-Make = Callable[[], Callable[[Any, Tell], EpisodeRunner]]
-"""Called once in every process. What it returns makes the runner of a rollout, of the rollout's settings; `tell` sends word to the controller.
-Both can be pickled."""
+Make = Callable[[], Callable[[Any, Tell], tuple[EpisodeRunner, Engine]]]
+"""Called once in each process. What it returns makes the runner of one rollout, and its engine, from the rollout's settings.
+The worker starts and closes the engine. Must be picklable."""
 
 
 class Kind(IntEnum):
@@ -118,6 +119,7 @@ class _Process:
         self.channel = channel
         self.make = make()
         self.runner: EpisodeRunner | None = None
+        self.engine: Engine | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
 
     async def beat(self) -> None:
@@ -157,8 +159,8 @@ class _Process:
 
     async def open(self, payload: bytes) -> None:
         """Make the rollout's runner."""
-        self.runner = self.make(pickle.loads(payload), self.tell)
-        await self.runner.engine.start()
+        self.runner, self.engine = self.make(pickle.loads(payload), self.tell)
+        await self.engine.start()
 
     async def run(self, payload: bytes) -> Trajectory:
         """Play an episode."""
@@ -167,13 +169,15 @@ class _Process:
 
     async def close(self) -> None:
         """End what runs, let go of the engines."""
-        runner, self.runner = self.runner, None
+        runner, engine = self.runner, self.engine
+        self.runner = self.engine = None
         for task in self.running.values():
             task.cancel()
         if self.running:
             await asyncio.wait(list(self.running.values()))
+        if engine is not None:
+            await engine.close()
         if runner is not None:
-            await runner.engine.close()
             runner.close()
 
 

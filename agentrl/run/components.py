@@ -17,7 +17,7 @@ import orjson
 from agentrl.config import Config, EngineSettings
 from agentrl.core.timeout_pool import Pool
 from agentrl.data.task_sets import TaskSets
-from agentrl.engine.base import Engine, SamplingParams
+from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
@@ -137,7 +137,7 @@ class Components:
         return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
 
     def runner(
-        self, engine: Engine, *, temperature: float, seed: int, keep: Keep | None = None, processes: int = 1
+        self, engine: Generator, *, temperature: float, seed: int, keep: Keep | None = None, processes: int = 1
     ) -> EpisodeRunner:
         """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
         r = self.config.rollout
@@ -294,25 +294,26 @@ class Components:
         return found
 
 
-def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], EpisodeRunner]:
+def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], tuple[EpisodeRunner, Engine]]:
     """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
     from agentrl.engine.sglang.fleet import Fleet
 
     warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
     components = Components(config, trains=False)
 
-    def make(settings: dict[str, Any], tell: Tell) -> EpisodeRunner:
+    def make(settings: dict[str, Any], tell: Tell) -> tuple[EpisodeRunner, Engine]:
         fleet = components.engine()
         assert isinstance(fleet, Fleet), "only servers can be attached to"
         fleet.attach(settings["policy_version"])
         fleet.on_down = lambda address, failure: tell((address, failure))
-        return components.runner(
+        runner = components.runner(
             fleet,
             temperature=settings["temperature"],
             seed=settings["seed"],
             keep=settings["keep"],
             processes=config.rollout.runner_processes,
         )
+        return runner, fleet
 
     return make
 

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.engine.base import Engine
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.supervisor import Member
@@ -50,14 +51,14 @@ def fleet(addresses: list[str]) -> Fleet:
     return Fleet([Member(SGLangEngine(a, model_dir=MODEL, context_length=CONTEXT)) for a in addresses])
 
 
-def maker(addresses: list[str], turns: int) -> Callable[[Any, Any], EpisodeRunner]:
+def maker(addresses: list[str], turns: int) -> Callable[[Any, Any], tuple[EpisodeRunner, Engine]]:
     """What a runner process makes its runners with."""
     renderer = agent.make_agent_renderer()
 
-    def make(settings: Any, tell: Any) -> EpisodeRunner:
+    def make(settings: Any, tell: Any) -> tuple[EpisodeRunner, Engine]:
         engine = fleet(addresses)
         engine.attach(0)
-        return agent.make_runner(addresses[0], renderer, turns, engine=engine)
+        return agent.make_runner(addresses[0], renderer, turns, engine=engine), engine
 
     return make
 

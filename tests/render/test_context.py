@@ -1,7 +1,7 @@
 """The context hook: what leaves a long conversation opens a segment, and everything else goes on as if nothing had happened."""
 
 import pytest
-from doubles import FakeEngine, call, groups_of, make_runner, play
+from doubles import FakeGenerator, call, groups_of, make_runner, play
 
 from agentrl import ToolEnv, reward, tool
 from agentrl.errors import ConfigError, ContractError, UnknownNameError
@@ -120,7 +120,7 @@ async def test_a_policy_that_asks_a_model_is_not_asked_again(hermes, tmp_path):
     assert "Summary" in next(u for u in read[0].turns if u.context).context[0]["content"]
     assert await replayed(Summed, hermes, read[:2]) == [None, None]
     assert len(asked) == times
-    runner = make_runner(Summed, FakeEngine(hermes, script), hermes, **LIMITS)
+    runner = make_runner(Summed, FakeGenerator(hermes, script), hermes, **LIMITS)
     at = next(u.index for u in read[0].turns if u.context) + 1
     runner.engine.turns[f"fork/{read[0].episode_id}@{at}/0/{read[0].episode_id}"] = at
     (branch,) = await fork(runner, read[0], at)

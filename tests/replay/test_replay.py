@@ -9,7 +9,7 @@ import shutil
 from functools import partial
 
 import pytest
-from doubles import FakeEngine, groups_of, make_runner
+from doubles import FakeGenerator, groups_of, make_runner
 from lookup import Search, exact
 from replays import (
     Guess,
@@ -314,7 +314,7 @@ def test_several_processes_find_what_one_finds(tmp_path, tags, monkeypatch):
         if meet:
             both.wait(30)
             (tmp_path / f"process-{os.getpid()}").touch()
-        return make_runner(Search, FakeEngine(tags, []), tags, rewards=Search.rewards, max_turns=2)
+        return make_runner(Search, FakeGenerator(tags, []), tags, rewards=Search.rewards, max_turns=2)
 
     told = []
     found = parallel.replay_entries(parallel.Work(recording, runner), recording.episodes, 2, told.append)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from doubles import FakeEngine, group_of, groups_of, make_runner
+from doubles import FakeEngine, FakeGenerator, group_of, groups_of, make_runner
 from lookup import Search
 from replays import Guess, command, script
 
@@ -93,7 +93,7 @@ async def one(tags, **more):
 async def forked(tags, t, turn, says=script, **options):
     runner = make_runner(
         Search,
-        FakeEngine(tags, lambda r: says(dataclasses.replace(r, turn=turn + r.turn))),
+        FakeGenerator(tags, lambda r: says(dataclasses.replace(r, turn=turn + r.turn))),
         tags,
         rewards=Search.rewards,
     )
@@ -154,7 +154,7 @@ async def test_tools_that_change_the_environment_have_changed_it_by_the_fork(tag
     runner = make_runner(Guess, script, tags, rewards=Guess.rewards)
     t = await runner.run(groups_of(1, 1)[0][0])
     assert [x.reward for x in t.turns] == [1.0, 2.0]
-    runner.engine = FakeEngine(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn)))
+    runner.engine = FakeGenerator(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn)))
     (branch,) = await fork(runner, t, 1)
     runner.close()
     assert branch.differs_at is None

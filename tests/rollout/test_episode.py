@@ -1,7 +1,7 @@
 """One episode through runner, renderer, environment and rewards: its tokens, lengths and seeds."""
 
 import pytest
-from doubles import PARIS, SAMPLED, FakeEngine, log_prob, make_runner, play
+from doubles import PARIS, SAMPLED, FakeGenerator, log_prob, make_runner, play
 from echo import Echo, Search, is_paris, text
 
 from agentrl.engine.base import Generation
@@ -45,7 +45,7 @@ async def test_inline_observations_stay_in_the_same_turn(tags):
 async def test_case_5_ids_that_are_not_canonical_survive_many_turns(hermes):
     letters = [i for c in "the capital" for i in hermes.tokenizer.encode(c)]
     assert letters != hermes.tokenizer.encode("the capital")
-    engine = FakeEngine(hermes, [[*letters, hermes.end_id]])
+    engine = FakeGenerator(hermes, [[*letters, hermes.end_id]])
     t = await play(Echo, engine, hermes, env_args={"ends": 6})
     sampled = [s for s in t.segments[0].spans if s.provenance is SAMPLED]
     assert [s.ids for s in sampled] == [(*letters, hermes.end_id)] * 6
@@ -111,7 +111,7 @@ async def test_a_new_segment_is_cut_to_fit_like_any_observation(tokenizer):
     strange = tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }} {{ loop.index }}")
     renderer = make_renderer(Tokenizer(tokenizer.backend, chat_template=strange), "hermes")
     for limits in ({"context_length": 200}, {"max_response_tokens": 150}):
-        engine = FakeEngine(renderer, ["one"])
+        engine = FakeGenerator(renderer, ["one"])
         t = await play(Echo, engine, renderer, env_args={"observation": "word " * 500}, max_turns=2, **limits)
         assert (t.status, len(t.segments), len(t.turns)) == (Status.TRUNCATED, 2, 2)  # one token more has room
         assert t.turns[0].observation_cut_tokens > 0
@@ -130,11 +130,11 @@ async def test_temperature_and_versions_are_recorded(hermes):
 
 
 async def test_case_19_an_observation_that_does_not_fit_is_cut_and_no_request_is_over_the_limit(hermes):
-    engine = FakeEngine(hermes, ["one " * 20])
+    engine = FakeGenerator(hermes, ["one " * 20])
     first = await play(Echo, engine, hermes, env_args={"ends": 1})
     length = len(first.segments[0])
     for room in range(30):
-        engine = FakeEngine(hermes, ["one " * 20])
+        engine = FakeGenerator(hermes, ["one " * 20])
         t = await play(
             Echo,
             engine,
@@ -165,7 +165,7 @@ async def test_case_20_an_observation_larger_than_everything_is_cut_at_a_charact
 
 
 async def test_case_21_a_prompt_longer_than_the_context_asks_the_engine_nothing(hermes):
-    engine = FakeEngine(hermes, ["never"])
+    engine = FakeGenerator(hermes, ["never"])
     t = await play(Echo, engine, hermes, context_length=10)
     assert (t.stop_reason, engine.requests, t.turns) == (StopReason.CONTEXT_FULL, [], ())
     assert t.detail == f"the first prompt takes {len(t.segments[0])} tokens and leaves no room in a context of 10"
@@ -186,7 +186,7 @@ async def test_case_21_an_empty_generation_is_an_invalid_action(hermes, first):
 async def test_case_19_to_the_number(hermes):
     """Context 8192, 8180 of them used, an observation of 40 tokens."""
     short = len((await play(Echo, ["x"], hermes, env_args={"ends": 1})).segments[0])
-    engine = FakeEngine(hermes, [[65] * (8180 - short + 1) + [hermes.end_id]])
+    engine = FakeGenerator(hermes, [[65] * (8180 - short + 1) + [hermes.end_id]])
     t = await play(
         Echo,
         engine,

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from doubles import PARIS, FakeEngine, call, make_runner, play, until
+from doubles import PARIS, FakeGenerator, call, make_runner, play, until
 from echo import Echo, Slow
 
 from agentrl import Env, StepResult, Tool, ToolEnv, tool
@@ -157,7 +157,7 @@ class AsyncEcho(SyncEcho):
     ids=["end", "max turns", "reset raises", "step raises", "state raises", "close raises", "timeout in reset"],
 )
 async def test_case_27_close_is_called_exactly_once(hermes, env, args, more, reason):
-    engine = FakeEngine(hermes, ["x"])
+    engine = FakeGenerator(hermes, ["x"])
     t = await play(env, engine, hermes, env_args=args, **more)
     assert t.stop_reason is reason
     assert [e.closed for e in Echo.made] == [1]
@@ -199,7 +199,7 @@ async def test_case_27_close_goes_on_when_a_cancel_comes_while_closing(hermes):
             await go_on.wait()
             return {}
 
-    engine = FakeEngine(hermes, ["x"])
+    engine = FakeGenerator(hermes, ["x"])
     task = asyncio.create_task(
         make_runner(SlowState, engine, hermes, env_args={"ends": 1}).run(EpisodeSpec(PARIS, 0, 0))
     )
@@ -236,7 +236,7 @@ async def test_case_27_close_when_every_other_call_of_the_environment_hangs(herm
 
 
 async def test_an_engine_that_fails_on_release_ends_nothing(hermes):
-    engine = FakeEngine(hermes, ["x"])
+    engine = FakeGenerator(hermes, ["x"])
 
     async def release(session):
         raise EngineFailure("gone")
@@ -341,7 +341,7 @@ async def _never(request):
     ids=["reset", "generate", "step", "tool"],
 )
 async def test_order_the_time_limit_ends_the_episode_at_any_moment(hermes, env, args, script):
-    engine = FakeEngine(hermes, script)
+    engine = FakeGenerator(hermes, script)
     t = await play(env, engine, hermes, env_args=args, episode_timeout_s=0.1)
     assert (t.stop_reason, t.status, t.cause) == (StopReason.EPISODE_TIMEOUT, Status.TRUNCATED, None)
     assert [e.closed for e in Echo.made] == [1]

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from doubles import PARIS, FakeEngine, call, groups_of, make_runner, until
+from doubles import PARIS, FakeGenerator, call, groups_of, make_runner, until
 
 from agentrl import Env, StepResult, ToolEnv, tool
 from agentrl.errors import EngineFailure
@@ -44,13 +44,13 @@ async def test_episodes_start_in_the_order_in_which_they_were_issued(hermes):
         await asyncio.sleep(request.random.random() / 200)
         return "x"
 
-    engine = FakeEngine(hermes, script)
+    engine = FakeGenerator(hermes, script)
     await Rollout(make_runner(Desk, engine, hermes), RolloutLimits(concurrency=4)).run(groups_of(6, 4))
     assert [index_of(r) for r in engine.requests if r.turn == 0] == list(range(24))
 
 
 async def test_one_that_failed_starts_again_behind_those_that_wait(hermes):
-    engine = FakeEngine(hermes, lambda r: EngineFailure("503") if r.session == "0-0" else "x")
+    engine = FakeGenerator(hermes, lambda r: EngineFailure("503") if r.session == "0-0" else "x")
     await Rollout(make_runner(Desk, engine, hermes), RolloutLimits(concurrency=1)).run(groups_of(1, 6))
     assert [r.session for r in engine.requests] == ["0-0", "1-0", "2-0", "3-0", "4-0", "5-0", "0-1"]
 
@@ -64,7 +64,7 @@ async def test_a_slow_reward_holds_back_new_episodes(hermes):
         await gate.wait()
         return 1.0
 
-    engine = FakeEngine(hermes, ["x"])
+    engine = FakeGenerator(hermes, ["x"])
     runner = make_runner(Desk, engine, hermes, rewards=[Reward(slow, "slow")])
     running = asyncio.create_task(Rollout(runner, RolloutLimits(concurrency=3)).run(groups_of(4, 4)))
     await until(lambda: len(scoring) == 3)
@@ -79,7 +79,7 @@ async def test_a_slow_reward_holds_back_new_episodes(hermes):
 
 async def test_whoever_hears_of_results_slowly_is_not_overrun(hermes):
     """`progress` is called where the episode ends, so no result waits for it in a queue."""
-    engine, heard = FakeEngine(hermes, ["x"]), []
+    engine, heard = FakeGenerator(hermes, ["x"]), []
 
     def progress(trajectory):
         heard.append(len(engine.requests) - len(heard))  # begun and not yet heard of
@@ -153,8 +153,8 @@ async def test_slow_environments_share_their_threads_and_hold_up_no_others(herme
             gate.wait(SOON_S)
             return ToolEnv.step(self, action)
 
-    engine = FakeEngine(hermes, ["x"])
-    slow, quick = make_runner(Half, engine, hermes), make_runner(Desk, FakeEngine(hermes, ["x"]), hermes)
+    engine = FakeGenerator(hermes, ["x"])
+    slow, quick = make_runner(Half, engine, hermes), make_runner(Desk, FakeGenerator(hermes, ["x"]), hermes)
     held = asyncio.create_task(Rollout(slow, RolloutLimits(concurrency=6)).run(groups_of(2, 3)))
     await until(lambda: len(at_once) == 2)
     groups, _ = await asyncio.wait_for(Rollout(quick, RolloutLimits()).run(groups_of(3, 3)), SOON_S)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from doubles import SAMPLED, FakeEngine, groups_of, make_runner, trajectory
+from doubles import SAMPLED, FakeGenerator, groups_of, make_runner, trajectory
 
 from agentrl import Env, StepResult
 from agentrl.engine.scripted import ScriptedEngine
@@ -72,7 +72,7 @@ async def test_no_more_than_concurrency_at_once(hermes, concurrency):
         await asyncio.sleep(0.02)
         return "x"
 
-    engine = FakeEngine(hermes, script)
+    engine = FakeGenerator(hermes, script)
     await rollout(hermes, engine, concurrency=concurrency).run(groups_of(3, 3))
     assert min(concurrency, 2) <= engine.most_running <= concurrency
 
@@ -86,7 +86,7 @@ async def test_progress_hears_of_every_attempt(hermes):
 
 @pytest.mark.parametrize("failure", [EngineFailure("503"), EngineAbort("weight update")])
 async def test_a_failed_episode_is_run_again_with_new_seeds(hermes, failure):
-    engine = FakeEngine(hermes, lambda r: failure if index_of(r) == 1 and attempt_of(r) < 2 else "x")
+    engine = FakeGenerator(hermes, lambda r: failure if index_of(r) == 1 and attempt_of(r) < 2 else "x")
     (group,), table = await rollout(hermes, engine, max_retries=2).run(groups_of(1, 2))
     assert [t.attempt for t in group.trajectories] == [0, 2]
     assert [t.episode_id for t in group.trajectories] == ["0-0", "1-2"]
@@ -404,7 +404,9 @@ def without_timings(groups):
     ]
 
 
-@pytest.mark.parametrize("engine", [scripted, lambda hermes: FakeEngine(hermes, chatter)], ids=["scripted", "double"])
+@pytest.mark.parametrize(
+    "engine", [scripted, lambda hermes: FakeGenerator(hermes, chatter)], ids=["scripted", "double"]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_the_same_rollout_at_any_concurrency_gives_the_same_trajectories(hermes, temperature, engine):
     found = []

@@ -7,7 +7,7 @@ import threading
 import orjson
 import pytest
 import zstandard
-from doubles import PROMPT, SAMPLED, FakeEngine, groups_of, make_runner, play, settled, span, trajectory
+from doubles import PROMPT, SAMPLED, FakeGenerator, groups_of, make_runner, play, settled, span, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -265,7 +265,7 @@ async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(
     bodies = [str(10**40), '"\\ud800"', "[" * 300 + "]" * 300]
     for body in bodies:
         text = f'<tool_call>{{"name": "any", "arguments": {{"x": {body}}}}}</tool_call>'
-        t = await play(Any, FakeEngine(hermes, [text, "<answer>x</answer>"]), hermes)
+        t = await play(Any, FakeGenerator(hermes, [text, "<answer>x</answer>"]), hermes)
         write(tmp_path, [t])
     assert [t.stop_reason for t in read_episodes(tmp_path)] == [StopReason.TERMINATED] * 3
 

@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from doubles import OBSERVATION, PROMPT, SAMPLED, FakeEngine, groups_of, make_runner, play, span, trajectory
+from doubles import OBSERVATION, PROMPT, SAMPLED, FakeGenerator, groups_of, make_runner, play, span, trajectory
 
 import agentrl.train.advantage as advantage_module
 import agentrl.train.sample as samples_module
@@ -89,7 +89,7 @@ async def lossy_groups(hermes):
     """Three groups of four; the first lost a member. The score is the group's number."""
     from agentrl.errors import EngineFailure
 
-    engine = FakeEngine(hermes, lambda r: EngineFailure("503") if r.session.startswith("1-") else "x")
+    engine = FakeGenerator(hermes, lambda r: EngineFailure("503") if r.session.startswith("1-") else "x")
     runner = make_runner(Talk, engine, hermes, rewards=[Reward(lambda t: float(t.group_index), "group")])
     groups, _ = await Rollout(runner, RolloutLimits(max_retries=0)).run(groups_of(3, 4))
     assert [len(g.trajectories) for g in groups] == [3, 4, 4]
