@@ -56,6 +56,10 @@ class Env:
     context_policy: ClassVar[Any] = None
     """what leaves a conversation that grows long: `DropOldTurns()`, `TruncateOldResults()`, `Summarise(write)` of agentrl.render, or any
     function (or method) of a `ContextView` that returns the messages to go on with, or None to leave them; None: nothing leaves it"""
+    eval_score: ClassVar[str] = "reward"
+    """the evaluation score shown in the closing summary and the curve: 'reward', or the name of a reward component"""
+    eval_groups: ClassVar[Sequence[str]] = ()
+    """keys of `Task.metadata` by whose values the mean reward of an evaluation is also reported (`eval/test/reward_hops2`)"""
     threads: ClassVar[int] = 32
     """sync methods at once, over all episodes of this class"""
     input_key: ClassVar[str] = "prompt"

@@ -57,6 +57,8 @@ class SearchR1(ToolEnv):
     action_format = "search_r1"
     input_key = "question"
     label_key = "golden_answers"
+    eval_score = "em"
+    eval_groups = ("hops",)
 
     def __init__(
         self,

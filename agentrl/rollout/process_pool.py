@@ -11,6 +11,7 @@ of file. The processes' own side is rollout/process_worker.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import pickle
 import signal
@@ -27,6 +28,8 @@ from agentrl.reward import Scorer
 from agentrl.rollout.episode import carry_task
 from agentrl.rollout.process_worker import BEAT_S, Channel, Kind, Make, serve
 from agentrl.types import EpisodeSpec, Trajectory
+
+logger = logging.getLogger(__name__)
 
 START_S = 300.0
 """until a process has imported and made what it needs"""
@@ -46,14 +49,11 @@ class RunnerProcesses:
     Args:
         make: see `Make`.
         scorer: of whole groups, which are scored here.
-        say: told of every process that died.
         heard: called with what the runners `tell`.
     """
 
-    def __init__(
-        self, make: Make, count: int, scorer: Scorer, *, say: Callable[[str], None], heard: Callable[[Any], None]
-    ) -> None:
-        self.make, self.scorer, self.say, self.heard = make, scorer, say, heard
+    def __init__(self, make: Make, count: int, scorer: Scorer, *, heard: Callable[[Any], None]) -> None:
+        self.make, self.scorer, self.heard = make, scorer, heard
         self.deaths: Counter[tuple[str, str]] = Counter()
         """rows of the table of causes, since the rollout began"""
         self._processes = [_Process(self, number) for number in range(count)]
@@ -251,7 +251,7 @@ class _Process:
         if self._deaths > MAX_DEATHS:
             self._fail(WorkerError(f"{lost}; it was replaced {MAX_DEATHS} times in this rollout already"))
             return
-        self._owner.say(f"{lost}; they are started again")
+        logger.warning("%s; they are started again", lost)
         try:
             await self._start()
         except OSError as e:

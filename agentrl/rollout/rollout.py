@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from typing import Protocol
 from agentrl.errors import RewardFailure, TooManyFailuresError
 from agentrl.reward import Scorer
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 300
 """characters of a failure's detail in the table"""
@@ -244,6 +247,7 @@ class Rollout:
                 return trajectory
             account.in_a_row += 1
             last = spec.attempt >= self.limits.max_retries
+            _log_failure(trajectory, account.table, retried=not last)
             self._check(account, lost=int(last))
             if last:
                 return None
@@ -258,6 +262,19 @@ class Rollout:
             raise _too_many(account, f"more than max_failure_share {share:g} allows")
         if share < 1 and account.in_a_row > max(_ROW, _WAVES * self.limits.concurrency):
             raise _too_many(account, f"the last {account.in_a_row} of them one after another")
+
+
+def _log_failure(trajectory: Trajectory, table: CauseTable, *, retried: bool) -> None:
+    """A warning for the first failure of each cause in a rollout; the others, which may be as many as there are episodes, for information."""
+    logger.log(
+        logging.WARNING if table.counts[_key(trajectory)] == 1 else logging.INFO,
+        "episode %s, attempt %d: %s: %s; %s",
+        trajectory.episode_id,
+        trajectory.attempt,
+        trajectory.stop_reason.value,
+        trajectory.detail or trajectory.cause,
+        "retried" if retried else "lost",
+    )
 
 
 def _too_many(account: _Account, why: str) -> TooManyFailuresError:

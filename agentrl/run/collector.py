@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,12 +40,9 @@ class Policy:
 class Collector:
     """Plays orders of episodes on the run's engine into its record."""
 
-    def __init__(
-        self, components: Components, engine: Engine, folder: RunFolder, report: Report, out: Callable[[str], None]
-    ) -> None:
-        """`out` is told of runner processes that died."""
+    def __init__(self, components: Components, engine: Engine, folder: RunFolder, report: Report) -> None:
         self.components, self.engine, self.folder, self.report = components, engine, folder, report
-        self.processes = components.runner_processes(engine, out)
+        self.processes = components.runner_processes(engine)
         self.fingerprint = settings_fingerprint(components.config)
 
     async def play(self, specs: Sequence[Sequence[EpisodeSpec]], policy: Policy, *, step: int, split: str) -> Collected:

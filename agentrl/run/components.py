@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -159,7 +160,7 @@ class Components:
             pools=self._pools,
         )
 
-    def runner_processes(self, engine: Engine, say: Callable[[str], None]) -> RunnerProcesses | None:
+    def runner_processes(self, engine: Engine) -> RunnerProcesses | None:
         """Those of `--runner-processes`, on this engine's servers; None: episodes run in this process."""
         from agentrl.engine.sglang.fleet import Fleet
 
@@ -176,7 +177,6 @@ class Components:
             functools.partial(runner_maker, config),
             count,
             self.scorer,
-            say=say,
             heard=lambda down: engine.suspect(*down),
         )
 
@@ -299,6 +299,9 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], tuple[Episo
     from agentrl.engine.sglang.fleet import Fleet
 
     warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
+    logging.getLogger("agentrl").addHandler(
+        logging.NullHandler()
+    )  # the controller logs what happens to servers and episodes
     components = Components(config, trains=False)
 
     def make(settings: dict[str, Any], tell: Tell) -> tuple[EpisodeRunner, Engine]:

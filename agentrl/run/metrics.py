@@ -53,8 +53,10 @@ def abstentions(done: Sequence[Trajectory]) -> dict[str, float]:
     return dict(Counter(name for t in done for name, value in t.rewards.items() if value is None))
 
 
-def eval_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
-    """avg@k of score and components, and pass@k of the score (any of a question's k episodes above 0.5) if k > 1."""
+def eval_metrics(name: str, groups: Sequence[Group], group_by: Sequence[str] = ()) -> dict[str, float]:
+    """avg@k of score and components, pass@k of the score (any of a question's k episodes above 0.5) if k > 1, and the mean score for each
+    value of the metadata keys `group_by`.
+    """
     done = [t for g in groups for t in g.trajectories]
     if not done:
         return {}
@@ -65,11 +67,13 @@ def eval_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
     out |= {f"eval/{name}/abstained/{c}": n for c, n in abstentions(done).items()}
     if k > 1:
         out[f"eval/{name}/pass@{k}"] = fmean(any(t.score > 0.5 for t in g.trajectories) for g in groups)
-    by_hops: dict[str, list[float]] = {}
-    for t in done:
-        if "hops" in t.task.metadata:
-            by_hops.setdefault(str(t.task.metadata["hops"]), []).append(t.score)
-    return out | {f"eval/{name}/reward_hops{h}": fmean(v) for h, v in sorted(by_hops.items())}
+    for key in group_by:
+        scores: dict[str, list[float]] = {}
+        for t in done:
+            if key in t.task.metadata:
+                scores.setdefault(str(t.task.metadata[key]), []).append(t.score)
+        out |= {f"eval/{name}/reward_{key}{value}": fmean(group) for value, group in sorted(scores.items())}
+    return out
 
 
 def flatten(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

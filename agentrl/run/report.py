@@ -26,7 +26,9 @@ SIZES = ("questions", "episodes")
 class Report:
     """Collects a run's numbers. Its state travels with checkpoints, so that a resumed run's summary covers the whole run."""
 
-    def __init__(self) -> None:
+    def __init__(self, eval_score: str = "reward") -> None:
+        """`eval_score`: the evaluation score shown in the closing summary and the curve, where an evaluation has it; else the reward."""
+        self.eval_score = eval_score
         self.rewards: list[tuple[int, float]] = []
         self.evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
         self.table = CauseTable()
@@ -144,13 +146,13 @@ class Report:
     def finish(self, folder: Path, config: Config) -> None:
         """Write summary.json and draw curve.png."""
         (folder / "summary.json").write_bytes(orjson.dumps(self.summary(config), option=orjson.OPT_INDENT_2))
-        draw_curve(folder / "curve.png", self.rewards, self.evals, config)
+        draw_curve(folder / "curve.png", self.rewards, self.evals, config, self.eval_score)
 
     def closing(self, folder: Path) -> str:
         """The last words: the table of causes, the curve in characters, where things are."""
         lines = ["", str(self.table), ""]
         for name, rows in self.evals.items():
-            key = "em" if "em" in rows[0][1] else "reward"
+            key = self.eval_score if self.eval_score in rows[0][1] else "reward"
             points = "  ".join(f"{step}: {row[key]:.3f}" for step, row in rows if key in row)
             lines.append(f"eval {name} {key} by rollout  {points}")
         if self.rewards:
@@ -210,6 +212,7 @@ def draw_curve(
     rewards: Sequence[tuple[int, float]],
     evals: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]],
     config: Config,
+    eval_score: str,
 ) -> None:
     """Training reward and held-out scores over rollouts, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -227,7 +230,7 @@ def draw_curve(
             label="training reward (temperature 1)",
         )
     for name, rows in evals.items():
-        key = "em" if any("em" in row for _, row in rows) else "reward"
+        key = eval_score if any(eval_score in row for _, row in rows) else "reward"
         points = [(s, row[key]) for s, row in rows if key in row]
         axes.plot(
             [s for s, _ in points], [v for _, v in points], marker="o", linewidth=2, label=f"held-out {key} ({name})"

@@ -89,7 +89,7 @@ class Job:
         self.step = 0
         self.policy_version = 0
         self.optimizer_step = 0
-        self.report = Report()
+        self.report = Report(components.env_class.eval_score)
         self.checkpoint: Path | None = None
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
@@ -104,7 +104,7 @@ class Job:
                 )
         self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.engine: Engine = self.components.engine(self.folder.path)
-        self.collector = Collector(components, self.engine, self.folder, self.report, out)
+        self.collector = Collector(components, self.engine, self.folder, self.report)
         self.trainer: Any = None
         self.weights = self.components.weight_sync()
         self.row: dict[str, float] = {}
@@ -204,7 +204,7 @@ class Job:
                 self.policy_version, settings.eval_temperature, derive_seed(self.config.run.seed, "eval", name)
             )
             found = await self.collector.play(specs, policy, step=step, split=f"eval/{name}")
-            row = eval_metrics(name, found.groups)
+            row = eval_metrics(name, found.groups, self.components.env_class.eval_groups)
             self.folder.metrics.write({"step": step, **row})
             seconds = time.perf_counter() - started
             self.folder.timings.write({"step": step, f"eval/{name}_s": seconds})

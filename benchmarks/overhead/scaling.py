@@ -132,9 +132,7 @@ async def run(
     """All of them, in turns; after each turn `keep` is given what there is."""
     found: dict[int, list[Run]] = {n: [] for n in args.processes}
     make = partial(maker, addresses, args.turns)
-    several = {
-        n: RunnerProcesses(make, n, Scorer(()), say=print, heard=lambda word: None) for n in args.processes if n > 1
-    }
+    several = {n: RunnerProcesses(make, n, Scorer(()), heard=lambda word: None) for n in args.processes if n > 1}
     try:
         for repeat in range(args.repeats + 1):
             for n in args.processes:

@@ -182,14 +182,14 @@ async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, s
     assert 2 < Server.most <= 7
 
 
-async def test_a_killed_process_is_replaced_and_its_episodes_are_started_again(settings, tmp_path):
+async def test_a_killed_process_is_replaced_and_its_episodes_are_started_again(settings, tmp_path, caplog):
     config = settings("killed", 2, does="kill_once", flag=str(tmp_path / "flag"))
     done, said = await run(config)
     (tmp_path / "flag").unlink()
     (tmp_path / "flag").touch()
     calm, _ = await run(settings("calm", 1, does="kill_once", flag=str(tmp_path / "flag")))
     assert done == calm
-    assert "was killed by SIGKILL, with" in said
+    assert "was killed by SIGKILL, with" in caplog.text
     assert "(runner process died)" in table_of(said)
 
 
@@ -199,12 +199,12 @@ async def test_a_process_that_always_dies_ends_the_run(settings):
     assert not multiprocessing.active_children()
 
 
-async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch):
+async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(runners, "SILENCE_S", 8.0)
     monkeypatch.setattr(runners, "BEAT_S", 1.0)
-    done, said = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
+    done, _ = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
     assert len(done) == 24
-    assert "gave no sign of life for 8 s" in said
+    assert "gave no sign of life for 8 s" in caplog.text
 
 
 async def test_a_broken_contract_ends_the_run_with_its_sentence(settings):

@@ -77,7 +77,7 @@ def test_evaluation_is_the_mean_over_episodes_and_pass_at_k_over_questions():
     easy, hard = group_of(1.0, 0.0), group_of(0.0, 0.0, index=1)
     hops = Task("q", "?", "x", {"hops": 2})
     hard = Group(1, hops, tuple(replace(t, task=hops) for t in hard.trajectories))
-    assert eval_metrics("test", [easy, hard]) == {
+    assert eval_metrics("test", [easy, hard], ("hops",)) == {
         "eval/test/reward": 0.25,
         "eval/test/questions": 2.0,
         "eval/test/episodes": 4.0,
@@ -85,6 +85,9 @@ def test_evaluation_is_the_mean_over_episodes_and_pass_at_k_over_questions():
         "eval/test/pass@2": 0.5,
         "eval/test/reward_hops2": 0.0,
     }
+    assert "eval/test/reward_hops2" not in eval_metrics("test", [easy, hard]), (
+        "only the keys that the environment names"
+    )
     assert "eval/test/pass@1" not in eval_metrics("test", [group_of(1.0)])
     assert eval_metrics("test", []) == {}
 
@@ -163,6 +166,15 @@ def test_the_last_words_hold_the_table_of_the_whole_run_and_the_curve(tmp_path):
     assert "training reward  ▁█  0.000 -> 1.000" in said
     assert "eval test reward by rollout  2: 1.000" in said
     assert "5 episodes, 0 exactness violations" in said
+
+
+def test_the_closing_summary_shows_the_environments_score_where_an_evaluation_has_it(tmp_path):
+    report = Report("r")
+    evaluated(report, 0, group_of(0.5))
+    assert "eval test r by rollout  0: 0.500" in report.closing(tmp_path)
+    report = Report("em")
+    evaluated(report, 0, group_of(0.5))
+    assert "eval test reward by rollout  0: 0.500" in report.closing(tmp_path)
 
 
 # -- the summary -----------------------------------------------------------------------------------------------------

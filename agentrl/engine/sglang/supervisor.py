@@ -7,6 +7,7 @@ state unknown takes it down; a watcher brings it back: a server of ours is start
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import AgentRLError, EngineFailure, Failure
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 UNHEALTHY_S = 60.0
@@ -129,6 +132,7 @@ class Members:
         if member.state == "down" or self._closed:
             return
         member.state, member.why = "down", str(failure)
+        logger.warning("server %s taken down: %s", member.engine.address, failure)
         self.causes[failure.cause] = self.causes.get(failure.cause, 0) + 1
         member.since = asyncio.get_running_loop().time()
         for session in member.sessions:
@@ -144,6 +148,8 @@ class Members:
                 self._down(m, failure)
 
     async def _set(self, member: Member, state: str, why: str = "") -> None:
+        if state == "ready" and member.state != "ready":
+            logger.warning("server %s is ready, with weights of version %d", member.engine.address, self.policy_version)
         async with self._changed:
             member.state, member.why = state, why
             self._changed.notify_all()
@@ -195,6 +201,8 @@ class Members:
                 await self._set(member, "stale")
             await self._refresh(member)
         except AgentRLError as e:
+            if member.why != str(e):  # tried again several times a second
+                logger.warning("server %s did not come back: %s", member.engine.address, e)
             member.state, member.why = "down", str(e)
             await asyncio.sleep(POLL_S)
 
@@ -205,6 +213,7 @@ class Members:
         if process is not None and (member.spoilt or long_down or not process.alive):
             await process.stop()
             member.restarts += 1
+            logger.warning("server %s is started again (restart %d)", member.engine.address, member.restarts)
             process.start()
             member.since = asyncio.get_running_loop().time()
             await self._come_up(member)
