@@ -1,4 +1,4 @@
-"""What a renderer gives (`Delta`), what an action format is (`ActionFormat`), and what is known about a family (`Family`)."""
+"""The types of rendering: what a renderer returns (`Delta`), an action format (`ActionFormat`), and a model family (`Family`)."""
 
 from __future__ import annotations
 
@@ -9,38 +9,33 @@ from typing import Literal, Protocol
 from agentrl.types import Action, FinishReason, Message, Provenance
 
 Pieces = tuple[tuple[Provenance, tuple[int, ...]], ...]
+"""token ids in order, by provenance"""
 HistoryPolicy = Literal["append", "rerender"]
-"""where a template drops earlier thinking (or writes another end token than was sampled): keep the tokens, or open a new segment"""
+"""where a template drops earlier thinking, or writes another end token than was sampled: keep the tokens, or open a new segment"""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is appended to the context between two generations, or why a new segment must open."""
+    """What is appended to the context between two generations, or why a new segment must open.
+
+    Example:
+        >>> Delta(((Provenance.TEMPLATE, (3, 1)), (Provenance.OBSERVATION, (55, 56)), (Provenance.TEMPLATE, (2, 7))))
+    """
 
     pieces: Pieces
     new_segment: str | None = None
-    """the reason why nothing can follow the context exactly: the caller renders the conversation anew; None: `pieces` follow it"""
+    """why the context cannot be continued exactly, so that the caller must render the whole conversation; None: `pieces` continue it"""
 
     def __len__(self) -> int:
         return sum(len(ids) for _, ids in self.pieces)
 
 
-class ActionParser(Protocol):
-    """Reads one generation in pieces."""
-
-    def feed(self, text: str) -> None:
-        """The next piece."""
-
-    def finish(self, finish_reason: FinishReason) -> Action:
-        """The action, now that nothing follows. The same as `parse` of the whole."""
-
-
 class ActionFormat(Protocol):
-    """How a policy writes its actions, and how observations come back."""
+    """How a policy writes its actions, and how observations are returned to it."""
 
     @property
     def name(self) -> str:
-        """By which it is chosen."""
+        """The name by which it is chosen (`--action-format`)."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -48,37 +43,40 @@ class ActionFormat(Protocol):
 
     @property
     def inline(self) -> bool:
-        """Observations continue the same assistant turn (Search-R1's `<information>`) instead of opening a new one."""
+        """Whether observations continue the same assistant turn (Search-R1's `<information>`) instead of opening a new one."""
 
     @property
     def needs_tools(self) -> bool:
-        """The chat template is given the tools' schemas."""
+        """Whether the chat template receives the tools' schemas."""
 
     @property
-    def own(self) -> tuple[str, ...]:
-        """Marks that stay tokens when the policy's turn is rendered anew, though the tokenizer may call them special."""
-
-    def parser(self, max_calls: int) -> ActionParser:
-        """A parser to be fed."""
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens of the format itself, which stay tokens when the policy's turn is rendered again."""
 
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
-        """Read one generation (without its end token). Total: any text gives an Action, never an exception.
+        """The action in one generation.
 
-        At most `max_calls` calls; further ones become errors of kind 'surplus'. A generation cut by length is no parse error.
+        Args:
+            text: The generation without its end token. Any text is accepted.
+            finish_reason: With LENGTH, an unfinished call is not an error.
+            max_calls: Further calls become errors of kind 'surplus'.
+
+        Returns:
+            The calls, the errors, and the answer if there is one. It never raises.
         """
 
     def message(self, action: Action) -> Message:
-        """The action as a message of the conversation, for rendering it anew."""
+        """The action as a message of the conversation, its content as the policy wrote it."""
 
-    def as_data(self, action: Action) -> Message:
-        """The same with calls and reasoning in fields of their own, for templates that tell turns apart by them."""
+    def structured_message(self, action: Action) -> Message:
+        """The action as a message with calls and reasoning in separate fields, for templates that require these."""
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """For inline formats: the text to insert, as (part, is it content?)."""
+        """For inline formats: the text to insert, as (part, whether it is content)."""
 
 
-def as_they_are(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a template that takes them all."""
+def unchanged(messages: Sequence[Message]) -> list[Message]:
+    """The messages as they are, for templates that accept every role."""
     return list(messages)
 
 
@@ -88,18 +86,18 @@ class Family:
 
     name: str
     marks: tuple[str, ...]
-    """strings that all occur in the template of this family and not in an earlier one of the list"""
+    """strings that all occur in the templates of this family and not in those of an earlier one in `FAMILIES`"""
     format: str
-    """the family's own action format"""
+    """name of the family's action format"""
     ends: tuple[str, ...] = ()
-    """tokens that end the assistant's turn when sampled, whichever of them the template writes; (): the one it writes"""
+    """tokens that end the assistant's turn when sampled, whichever of them the template writes; (): the one that the template writes"""
     headers: tuple[str, ...] = ()
-    """tokens that end the assistant's turn when sampled and are the next turn's header (GLM)"""
+    """tokens that end the assistant's turn when sampled and begin the next turn's header (GLM)"""
     other_stops: tuple[str, ...] = ()
-    """tokens at which engines stop too, but after which the template still writes the turn's end"""
-    templated: bool = False
-    """the template writes markup of its own inside the assistant's turn (channels), so its plain text is not what a policy says"""
-    fields: bool = False
-    """its template tells a turn's kind by its fields (`tool_calls`, `reasoning_content`), so turns are rendered anew from those"""
-    adapt: Callable[[Sequence[Message]], list[Message]] = as_they_are
-    """messages as the template takes them (roles that it does not know)"""
+    """tokens at which engines stop too, but after which the template still writes the end of the turn"""
+    writes_markup: bool = False
+    """the template adds markup inside the assistant's turn (channels), so a policy's text differs from the message's content"""
+    structured: bool = False
+    """the template reads calls and reasoning from fields (`tool_calls`, `reasoning_content`), so turns are rendered from those"""
+    adapt: Callable[[Sequence[Message]], list[Message]] = unchanged
+    """converts messages with roles that the template does not know"""

@@ -71,7 +71,9 @@ class Prover:
         self._ends = tuple(ends)
         self._args = args
         self._adapt = family.adapt
-        self._thinking_as_data = family.fields and any(k in template.source for k in ("reasoning_content", "thinking"))
+        self._thinking_as_data = family.structured and any(
+            k in template.source for k in ("reasoning_content", "thinking")
+        )
 
     def prove(self, messages: Sequence[Message], kinds: Sequence[str], tools: Sequence[bool]) -> Proof:
         """Prove `messages` (adapted) after histories of these kinds, with and without tools in the prompt."""

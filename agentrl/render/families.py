@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from agentrl.errors import TemplateError, UnknownNameError
 from agentrl.render.base import ActionFormat, Family, HistoryPolicy
-from agentrl.render.formats import chatml, deepseek, gemma, glm, gptoss, kimi, llama, mistral, qwen_coder
+from agentrl.render.formats import deepseek, gemma, glm, gptoss, hermes, kimi, llama, mistral, qwen_coder
 from agentrl.render.formats.deepseek import DeepSeekFormat
 from agentrl.render.formats.gemma import PythonicFormat
 from agentrl.render.formats.glm import GlmFormat
@@ -30,8 +30,8 @@ FORMATS: dict[str, ActionFormat] = {f.name: f for f in _ALL}
 """Action formats by name."""
 
 FAMILIES: tuple[Family, ...] = (
-    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.THINKING, kimi.FAMILY, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY,
-    chatml.QWEN3, chatml.FAMILY, mistral.FAMILY,
+    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.KIMI_K2_THINKING, kimi.KIMI_K2, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY,
+    hermes.QWEN3, hermes.CHATML, mistral.FAMILY,
 )  # fmt: skip
 """In the order in which they are tried."""
 

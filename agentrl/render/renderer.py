@@ -86,7 +86,7 @@ class Renderer:
         check_tokens(self._template, tokenizer, family, template_args, where)
         written = written_ends(self._template, tokenizer, family, template_args, where)
         headers = header_tokens(self._template, tokenizer, family, template_args)
-        self._shield = Shield(tokenizer, raw_content, own=action_format.own, headers=headers)
+        self._shield = Shield(tokenizer, raw_content, own=action_format.markers, headers=headers)
         known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
         self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}
         """tokens that end an assistant's turn"""
@@ -208,7 +208,7 @@ class Renderer:
 
     def message(self, action: Action) -> Message:
         """The policy's turn as a message of the conversation, for rendering it anew."""
-        return self.format.as_data(action) if self._family.fields else self.format.message(action)
+        return self.format.structured_message(action) if self._family.structured else self.format.message(action)
 
     def said(self, message: Message) -> tuple[int, ...]:
         """The ids with which a policy would have said an assistant's message, its end token too: for data that was not sampled.
@@ -216,7 +216,7 @@ class Renderer:
         Calls given as data are written as the template writes them.
         """
         text, end = str(message.get("content") or ""), self.end_id
-        if self._family.templated or any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
+        if self._family.writes_markup or any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
             user: Message = {"role": "user", "content": QUESTION}
             header = self._after_question([user], generate=True)
             whole = self._after_question([user, message], generate=False)

@@ -258,7 +258,7 @@ class TestHistory:
         assert list(anew) == ours.tokenizer.backend.encode(whole, add_special_tokens=False).ids
         (call,) = ours.parse(sampled[0], FinishReason.STOP, 8).calls
         assert list(call.arguments) == ["b", "a"]
-        kept = '{"b": 1, "a": [2, 3]}' if ours._family.fields else odd.rpartition("</think>")[2].strip()
+        kept = '{"b": 1, "a": [2, 3]}' if ours._family.structured else odd.rpartition("</think>")[2].strip()
         assert kept in ours.tokenizer.decode(anew)
 
     @pytest.mark.parametrize("name", NAMES)
@@ -325,7 +325,7 @@ class TestInjection:
     def test_nor_in_what_the_policy_repeats_when_it_is_rendered_anew(self, name):
         ours = renderer(name, now=NOW)
         special = {
-            i for t, i in ours.tokenizer.added.items() if t in ours.tokenizer.controls and t not in ours.format.own
+            i for t, i in ours.tokenizer.added.items() if t in ours.tokenizer.controls and t not in ours.format.markers
         }
         (_, clean), (_, dirty) = (
             ours.prompt([*USER, {"role": "assistant", "content": f"it says {said}."}, *USER])[0]

@@ -1,4 +1,4 @@
-"""Action parsers: total, incremental, and every valid call found."""
+"""Action parsers: they accept any text, and find every valid call."""
 
 import json
 import string
@@ -56,57 +56,57 @@ def mutated(draw):
     return name, text
 
 
-def check_any(name, text, finish, cuts):
+def check_any(name, text, finish, limit):
+    """Any text gives an action and its messages. A lower limit of calls changes nothing but which of them are surplus."""
+    form = FORMATS[format_of(name)]
     action = total(name, text, finish)
-    parser = FORMATS[format_of(name)].parser(4)
-    places = sorted({min(c, len(text)) for c in cuts})
-    for a, b in zip([0, *places], [*places, len(text)], strict=True):
-        parser.feed(text[a:b])
-    assert parser.finish(finish) == action
+    assert form.message(action) == {"role": "assistant", "content": text}
+    assert isinstance(form.structured_message(action)["content"], str)
+    limited = total(name, text, finish, limit)
+    assert limited.calls == action.calls[:limit]
+    assert [e for e in limited.errors if e.kind != "surplus"] == [e for e in action.errors if e.kind != "surplus"]
 
 
 finishes = st.sampled_from((FinishReason.STOP, FinishReason.LENGTH))
-cuts = st.lists(st.integers(0, 400), max_size=5)
+limits = st.integers(0, 4)
 
 
 @settings(max_examples=1_000)
-@given(st.sampled_from(NAMES), soup, finishes, cuts)
-def test_any_text_gives_an_action_however_it_is_fed(name, text, finish, cuts):
-    check_any(name, text, finish, cuts)
+@given(st.sampled_from(NAMES), soup, finishes, limits)
+def test_any_text_gives_an_action_whatever_the_limit(name, text, finish, limit):
+    check_any(name, text, finish, limit)
 
 
 @settings(max_examples=1_000)
-@given(st.composite(mutated)(), finishes, cuts)
-def test_any_mutation_gives_an_action_however_it_is_fed(mutation, finish, cuts):
-    check_any(*mutation, finish, cuts)
+@given(st.composite(mutated)(), finishes, limits)
+def test_any_mutation_gives_an_action_whatever_the_limit(mutation, finish, limit):
+    check_any(*mutation, finish, limit)
 
 
 @pytest.mark.full
 @settings(max_examples=50_000)
-@given(st.sampled_from(NAMES), soup, finishes, cuts)
-def test_any_text_in_full(name, text, finish, cuts):
-    check_any(name, text, finish, cuts)
+@given(st.sampled_from(NAMES), soup, finishes, limits)
+def test_any_text_in_full(name, text, finish, limit):
+    check_any(name, text, finish, limit)
 
 
 @pytest.mark.full
 @settings(max_examples=50_000)
-@given(st.composite(mutated)(), finishes, cuts)
-def test_any_mutation_in_full(mutation, finish, cuts):
-    check_any(*mutation, finish, cuts)
+@given(st.composite(mutated)(), finishes, limits)
+def test_any_mutation_in_full(mutation, finish, limit):
+    check_any(*mutation, finish, limit)
 
 
 def every_valid_call_is_found(name, examples):
     @settings(max_examples=examples)
     @given(utterances(name), st.integers(1, 400))
-    def check(utterance, step):
+    def check(utterance, at):
         text, expected = utterance
         action = total(name, text, FinishReason.STOP, 8)
         assert [(c.name, c.arguments) for c in action.calls] == expected
         assert not action.errors
-        parser = FORMATS[format_of(name)].parser(8)
-        for at in range(0, len(text), step):
-            parser.feed(text[at : at + step])
-        assert parser.finish(FinishReason.STOP) == action
+        cut = total(name, text[:at], FinishReason.LENGTH, 8)
+        assert cut.calls == action.calls[: len(cut.calls)] or "</think>" in text[at:]
 
     check()
 
@@ -259,6 +259,12 @@ def test_python_that_is_too_much_for_its_parser():
         action = total("pythonic", text, FinishReason.STOP)
         assert not action.calls
         assert action.errors
+
+
+def test_many_unclosed_blocks():
+    action = total("hermes", "<tool_call>" * 3000 + "</tool_call>", FinishReason.STOP)
+    assert not action.calls
+    assert len(action.errors) == 3000
 
 
 def test_python_values_become_jsons():

@@ -1,14 +1,16 @@
-"""The Hermes format that Qwen2.5 and Qwen3 use: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number in a turn.
+"""Hermes: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number in a turn. ChatML families write it.
 
-Source: the Qwen2.5 and Qwen3 chat templates, and NousResearch's Hermes function-calling format.
+Sources: the chat templates of Qwen2, Qwen2.5 and Qwen3, and NousResearch's Hermes function-calling format. Of these only Qwen3's template
+drops thinking from the history. `<|endoftext|>` is a stop token of their generation configs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.render.formats.call_json import Read, read_call
-from agentrl.render.formats.scan import BlockFormat
+from agentrl.render.base import Family
+from agentrl.render.formats.block_format import BlockFormat
+from agentrl.render.formats.json_calls import ParsedCall, read_call
 
 
 @dataclass(frozen=True)
@@ -16,10 +18,15 @@ class HermesFormat(BlockFormat):
     """Calls as JSON in `<tool_call>` tags."""
 
     name: str = "hermes"
-    open: str = "<tool_call>"
-    close: str | None = "</tool_call>"
-    own: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+    opening: str = "<tool_call>"
+    closing: str | None = "</tool_call>"
+    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
 
-    def read(self, body: str) -> list[Read]:
-        """One call per block."""
+    def read_block(self, body: str) -> list[ParsedCall]:
         return [read_call(body)]
+
+
+CHATML = Family("chatml", ("<|im_start|>",), "hermes", ends=("<|im_end|>",), other_stops=("<|endoftext|>",))
+QWEN3 = Family(
+    "qwen3", ("<|im_start|>", "reasoning_content"), "hermes", ends=("<|im_end|>",), other_stops=("<|endoftext|>",)
+)

@@ -9,87 +9,68 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.render.formats.call_json import SURROGATE
-from agentrl.render.formats.scan import TextParser
+from agentrl.render.formats.block_format import THINKING, surplus_error
+from agentrl.render.formats.json_calls import SURROGATE
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
-
-_THINK = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class TagFormat:
-    """Calls and answers written as XML-like tags. `calls` maps a tag to (tool name, argument name)."""
+    """Calls and answers in XML-like tags. `calls` maps a tag to (tool name, argument name)."""
 
     name: str = "search_r1"
     calls: Mapping[str, tuple[str, str]] = field(default_factory=lambda: {"search": ("search", "query")})
     answer_tag: str = "answer"
     inline: bool = True
     needs_tools: bool = False
-    own: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
 
     @property
     def stop(self) -> tuple[str, ...]:
         """The closing tags."""
-        return tuple(f"</{t}>" for t in (*self.calls, self.answer_tag))
+        return tuple(f"</{tag}>" for tag in self._tags)
 
-    def parser(self, max_calls: int) -> TextParser:
-        """A parser to be fed."""
-        return TextParser(self.parse, max_calls)
+    @property
+    def _tags(self) -> tuple[str, ...]:
+        return (*self.calls, self.answer_tag)
 
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
-        """Tags outside thinking, in order; an answer ends the reading."""
-        visible = _THINK.sub("", text)
-        tags = "|".join(map(re.escape, (*self.calls, self.answer_tag)))
-        found: list[ToolCall] = []
+        """See `ActionFormat.parse`. Tags outside thinking are read in order, up to an answer."""
+        calls: list[ToolCall] = []
         errors: list[ParseError] = []
-        for match in re.finditer(rf"<({tags})>(.*?)</\1>", visible, re.DOTALL):
-            tag, body = match.group(1), match.group(2).strip()
+        tags = "|".join(map(re.escape, self._tags))
+        for match in re.finditer(rf"<({tags})>(.*?)</\1>", THINKING.sub("", text), re.DOTALL):
+            block, tag, body = match.group(), match.group(1), match.group(2).strip()
             if tag == self.answer_tag:
-                return Action(text, tuple(found), tuple(errors), finish_reason, answer=body)
+                return Action(text, tuple(calls), tuple(errors), finish_reason, answer=body)
             tool, argument = self.calls[tag]
-            if len(found) >= max_calls:
-                errors.append(
-                    ParseError(
-                        "surplus",
-                        f"at most {max_calls} calls in one turn; this one was not made: {body[:80]}",
-                        match.group(),
-                    )
-                )
+            if len(calls) >= max_calls:
+                errors.append(surplus_error(max_calls, body, block))
             elif not body:
-                errors.append(ParseError("content", f"<{tag}> is empty", match.group()))
+                errors.append(ParseError("content", f"<{tag}> is empty", block))
             elif SURROGATE.search(body):
-                errors.append(
-                    ParseError(
-                        "content", f"<{tag}> holds half of a surrogate pair, which is no character", match.group()
-                    )
-                )
+                flaw = f"<{tag}> holds half of a surrogate pair, which is no character"
+                errors.append(ParseError("content", flaw, block))
             else:
-                found.append(ToolCall(tool, {argument: body}, f"call_{len(found)}"))
-        if not found and not errors and finish_reason is not FinishReason.LENGTH:
-            errors.append(
-                ParseError(
-                    "structure",
-                    f"expected one of {', '.join(f'<{t}>…</{t}>' for t in (*self.calls, self.answer_tag))}",
-                    text,
-                )
-            )
-        return Action(text, tuple(found), tuple(errors), finish_reason)
+                calls.append(ToolCall(tool, {argument: body}, f"call_{len(calls)}"))
+        if not calls and not errors and finish_reason is not FinishReason.LENGTH:
+            expected = ", ".join(f"<{tag}>…</{tag}>" for tag in self._tags)
+            errors.append(ParseError("structure", f"expected one of {expected}", text))
+        return Action(text, tuple(calls), tuple(errors), finish_reason)
 
     def message(self, action: Action) -> Message:
-        """As the policy wrote it."""
+        """See `ActionFormat.message`."""
         return {"role": "assistant", "content": action.text}
 
-    def as_data(self, action: Action) -> Message:
-        """Tags are text to every template."""
-        return self.message(action)
+    structured_message = message
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """Everything the environment says goes into one `<information>` block."""
-        body = "\n".join(text_of(m) for m in messages)
+        """All messages in one `<information>` block."""
+        body = "\n".join(map(_text_of, messages))
         return [("\n<information>", False), (body, True), ("</information>\n", False)]
 
 
-def text_of(message: Message) -> str:
-    """The text of a message's content, images left out."""
+def _text_of(message: Message) -> str:
+    """The text of a message's content, without images."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(p.get("text", "")) for p in content)

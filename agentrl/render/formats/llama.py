@@ -1,6 +1,6 @@
 """Llama 3: a call is a bare JSON object, after `<|python_tag|>` or at the beginning of the turn; several are separated by `;`.
 
-Source: the Llama 3.1 and 3.2 chat templates and model cards: `<|eot_id|>` ends a turn, `<|eom_id|>` one that waits for a tool.
+Sources: the Llama 3.1 and 3.2 chat templates and model cards: `<|eot_id|>` ends a turn, `<|eom_id|>` one that waits for a tool.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.formats.call_json import Read, call_of, split_values
-from agentrl.render.formats.scan import BlockFormat
+from agentrl.render.formats.block_format import BlockFormat
+from agentrl.render.formats.json_calls import ParsedCall, read_separated_calls
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,16 @@ class LlamaFormat(BlockFormat):
     """JSON objects with `name` and `parameters`."""
 
     name: str = "llama3"
-    open: str = "<|python_tag|>"
-    own: tuple[str, ...] = ("<|python_tag|>",)
+    opening: str = "<|python_tag|>"
+    markers: tuple[str, ...] = ("<|python_tag|>",)
 
-    def read(self, body: str) -> list[Read]:
-        """Objects separated by semicolons."""
-        return [v if not isinstance(v, tuple) else call_of(v[0], v[1]) for v in split_values(body, ";")]
+    def read_block(self, body: str) -> list[ParsedCall]:
+        return read_separated_calls(body, ";")
 
-    def read_bare(self, visible: str) -> list[Read] | None:
-        """A turn that is a JSON object with a name, and nothing else before it."""
+    def read_unmarked(self, visible: str) -> list[ParsedCall]:
+        """A turn that is nothing but JSON objects, the first with a name."""
         text = visible.strip()
-        return self.read(text) if text.startswith("{") and '"name"' in text else None
+        return self.read_block(text) if text.startswith("{") and '"name"' in text else []
 
 
 FAMILY = Family(

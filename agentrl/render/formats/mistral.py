@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.formats.call_json import Read, as_tool_calls, call_of, read_arguments, read_json
-from agentrl.render.formats.scan import BlockFormat, spoken
+from agentrl.render.formats.block_format import BlockFormat, without_thinking
+from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls, check_call, read_arguments, read_json
 from agentrl.types import Action, Message, ParseError
 
 _ARGS = "[ARGS]"
 _ID = "[CALL_ID]"
-_LENGTH = 9
+_ID_LENGTH = 9
 
 
 @dataclass(frozen=True)
@@ -23,53 +23,45 @@ class MistralFormat(BlockFormat):
     """Calls after a marker, to the end of the turn or the next marker."""
 
     name: str = "mistral"
-    open: str = "[TOOL_CALLS]"
+    opening: str = "[TOOL_CALLS]"
 
-    def read(self, body: str) -> list[Read]:
-        """All the turn's calls: an array, or names with arguments."""
+    def read_block(self, body: str) -> list[ParsedCall]:
         if _ARGS in body:
-            return [self._named(part) for part in body.split(self.open)]
+            return [_read_named(part) for part in body.split(self.opening)]
         value = read_json(body)
         if isinstance(value, ParseError):
             return [value]
-        if isinstance(value, list) and value:
-            return [call_of(v, body) for v in value]
-        if isinstance(value, list):
+        if value == []:
             return [ParseError("structure", "the list of calls is empty", body)]
-        return [call_of(value, body)]
+        return [check_call(v, body) for v in (value if isinstance(value, list) else [value])]
 
-    def call_id(self, index: int) -> str:
-        """Nine characters."""
+    def default_call_id(self, index: int) -> str:
         return f"call{index:05d}"
 
-    def as_data(self, action: Action) -> Message:
-        """Calls as data: the template pairs them with their results."""
+    def structured_message(self, action: Action) -> Message:
+        """Calls in a field, so that the template can pair them with their results."""
         if not action.calls:
             return self.message(action)
-        content = spoken(action.text).partition(self.open)[0]
+        content = without_thinking(action.text).partition(self.opening)[0]
         return {"role": "assistant", "content": content, "tool_calls": as_tool_calls(action)}
 
-    def _named(self, part: str) -> Read:
-        name, _, text = part.partition(_ARGS)
-        name, _, call_id = name.partition(_ID)
-        value = read_json(text)
-        return (
-            value
-            if isinstance(value, ParseError)
-            else read_arguments(name.strip(), value, part, call_id.strip() or None)
-        )
+
+def _read_named(text: str) -> ParsedCall:
+    name, _, arguments = text.partition(_ARGS)
+    name, _, call_id = name.partition(_ID)
+    return read_arguments(name.strip(), arguments, text, call_id.strip() or None)
 
 
-def nine_characters(messages: Sequence[Message]) -> list[Message]:
-    """Ids of calls and results filled up to nine characters, which templates insist on."""
-    out = []
+def pad_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Ids of calls and results filled up to nine characters, which the templates require."""
+    padded = []
     for m in messages:
-        if isinstance(m.get("tool_call_id"), str) and len(m["tool_call_id"]) < _LENGTH:
-            m = {**m, "tool_call_id": m["tool_call_id"] + "0" * (_LENGTH - len(m["tool_call_id"]))}
+        if isinstance(m.get("tool_call_id"), str):
+            m = {**m, "tool_call_id": m["tool_call_id"].ljust(_ID_LENGTH, "0")}
         if m.get("tool_calls"):
-            m = {**m, "tool_calls": [{**c, "id": (c.get("id") or "").ljust(_LENGTH, "0")} for c in m["tool_calls"]]}
-        out.append(m)
-    return out
+            m = {**m, "tool_calls": [{**c, "id": (c.get("id") or "").ljust(_ID_LENGTH, "0")} for c in m["tool_calls"]]}
+        padded.append(m)
+    return padded
 
 
-FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",), fields=True, adapt=nine_characters)
+FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",), structured=True, adapt=pad_call_ids)
