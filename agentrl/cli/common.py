@@ -13,7 +13,7 @@ from agentrl.core.seeds import derive_seed
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
-from agentrl.store import Entry, Recording
+from agentrl.store import IndexEntry, Recording
 
 Run = Callable[[argparse.Namespace, list[str]], int]
 
@@ -70,7 +70,7 @@ def runner_of(components: Components, split: str, engine: Any = None) -> Episode
     return components.runner(engine, temperature=config.rollout.rollout_temperature, seed=config.run.seed)
 
 
-def chosen(recording: Recording, ids: Sequence[str]) -> list[Entry]:
+def chosen(recording: Recording, ids: Sequence[str]) -> list[IndexEntry]:
     """The entries of these episodes; all, if none is named."""
     return [recording.entry(i) for i in ids] if ids else recording.episodes
 

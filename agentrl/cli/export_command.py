@@ -48,12 +48,12 @@ def _page(args: argparse.Namespace, recording: Recording) -> int:
     from agentrl.view.html_export import html_of
 
     if args.html.exists():
-        raise ConfigError(f"{args.html} exists already; give a new file")
+        raise ConfigError(f"{args.html} already exists; choose a new file")
     decode, note = decoder(args.recorded, args.tokenizer)
     name = args.episode
     detail = episode_detail(
         recording.record(recording.entry(name)),
-        recording.fed(name),
+        recording.step_of(name),
         decode,
         recording.advantages.get(name),
         recording.images,

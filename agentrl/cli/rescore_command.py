@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import groups_of
 from agentrl.replay.rescore import Change, Rescored, rescore_group
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.store import EpisodeWriter, Recording, extras, from_record
+from agentrl.store import EpisodeWriter, Recording, extra_fields, from_record
 
 RESULT = "rescore.json"
 """in the run folder: what the last rescoring of it showed, for `agentrl view`"""
@@ -79,6 +79,6 @@ def _make_folder(path: Path) -> None:
 
 
 def _write(writer: EpisodeWriter, records: list[dict[str, Any]], done: Rescored) -> None:
-    beside = {r["episode_id"]: extras(r) for r in records}
+    beside = {r["episode_id"]: extra_fields(r) for r in records}
     for t in done.today:
         writer.write(t, **beside[t.episode_id])

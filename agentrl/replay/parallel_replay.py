@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.replay.replayer import Outcome, RunnerFor, replay_group
 from agentrl.rollout.episode import EpisodeRunner
-from agentrl.store import Entry, Recording, from_record
+from agentrl.store import IndexEntry, Recording, from_record
 
 _CHUNK = 8
 """groups that a process takes at once"""
@@ -29,16 +29,16 @@ class Work:
 _work: Work | None = None
 
 
-def groups_of(entries: Sequence[Entry]) -> list[list[Entry]]:
+def groups_of(entries: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
     """Entries by split, rollout and group, in order."""
-    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    groups: dict[tuple[Any, ...], list[IndexEntry]] = {}
     for e in entries:
         groups.setdefault((e.split, e.step, e.group), []).append(e)
     return list(groups.values())
 
 
 def replay_entries(
-    work: Work, entries: Sequence[Entry], workers: int, heard: Callable[[int], None] = lambda n: None
+    work: Work, entries: Sequence[IndexEntry], workers: int, heard: Callable[[int], None] = lambda n: None
 ) -> list[Outcome]:
     """Replay entries of a recording; `heard` is told how many were done, again and again."""
     groups = groups_of(entries)
@@ -50,7 +50,7 @@ def replay_entries(
     return out
 
 
-def _results(work: Work, chunks: list[list[list[Entry]]], workers: int) -> Iterator[list[Outcome]]:
+def _results(work: Work, chunks: list[list[list[IndexEntry]]], workers: int) -> Iterator[list[Outcome]]:
     global _work  # the children's copy of `work`: an EpisodeRunner cannot be pickled
     if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from (_replay(work, chunk) for chunk in chunks)
@@ -63,16 +63,16 @@ def _results(work: Work, chunks: list[list[list[Entry]]], workers: int) -> Itera
         _work = None
 
 
-def _in_child(chunk: list[list[Entry]]) -> list[Outcome]:
+def _in_child(chunk: list[list[IndexEntry]]) -> list[Outcome]:
     assert _work is not None
     return _replay(_work, chunk)
 
 
-def _replay(work: Work, groups: list[list[Entry]]) -> list[Outcome]:
+def _replay(work: Work, groups: list[list[IndexEntry]]) -> list[Outcome]:
     return asyncio.run(_replay_all(work, groups))
 
 
-async def _replay_all(work: Work, groups: list[list[Entry]]) -> list[Outcome]:
+async def _replay_all(work: Work, groups: list[list[IndexEntry]]) -> list[Outcome]:
     runners: dict[str, EpisodeRunner] = {}
     out: list[Outcome] = []
     try:

@@ -16,7 +16,7 @@ from agentrl.run.collector import Collected
 from agentrl.run.components import Components
 from agentrl.run.metrics import rollout_metrics
 from agentrl.run.training import Job, Print
-from agentrl.store import Entry, Recording, exactness_violations, from_record
+from agentrl.store import IndexEntry, Recording, exactness_violations, from_record
 from agentrl.types import Group, Status, Trajectory
 
 
@@ -93,9 +93,9 @@ async def train_only(config: Config, source: Path, *, out: Print = print) -> Pat
     return job.folder.path
 
 
-def recorded_rollouts(recording: Recording, batch: int) -> Iterator[list[Entry]]:
+def recorded_rollouts(recording: Recording, batch: int) -> Iterator[list[IndexEntry]]:
     """Entries of train episodes by the rollout that made them; of those that name none, `batch` groups at a time."""
-    steps: dict[Any, list[Entry]] = {}
+    steps: dict[Any, list[IndexEntry]] = {}
     order: dict[int, int] = {}
     for e in recording.episodes:
         if e.split in ("train", ""):
@@ -104,7 +104,7 @@ def recorded_rollouts(recording: Recording, batch: int) -> Iterator[list[Entry]]
     yield from steps.values()
 
 
-def _read(job: Job, recording: Recording, entries: list[Entry], step: int) -> Collected:
+def _read(job: Job, recording: Recording, entries: list[IndexEntry], step: int) -> Collected:
     """A recorded rollout; all its episodes go into the new run's record."""
     table, violations = CauseTable(), 0
     members: dict[int, list[Trajectory]] = {}

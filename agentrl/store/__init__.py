@@ -1,6 +1,6 @@
-"""The record of episodes (design §9): one record is one zstd frame that holds one line of versioned JSON, written whole and flushed.
+"""Recorded episodes. One record is one zstd frame with one line of versioned JSON, written whole and flushed.
 
-`EpisodeWriter` appends, `read_episodes` reads in order, `Recording` opens a folder of any size at once by its index.
+`EpisodeWriter` appends records, `read_episodes` reads them in order, and `Recording` opens a folder of any size by its index.
 """
 
 from agentrl.store.episode_files import (
@@ -11,34 +11,32 @@ from agentrl.store.episode_files import (
     read_records,
     truncate,
 )
-from agentrl.store.episode_index import Entry
+from agentrl.store.episode_index import IndexEntry
 from agentrl.store.episode_record import (
     VERSION,
     decode,
     encode,
     exactness_violations,
-    extras,
+    extra_fields,
     from_record,
-    step_record,
     to_record,
 )
 from agentrl.store.recording import Recording
 
 __all__ = [
     "VERSION",
-    "Entry",
     "EpisodeWriter",
+    "IndexEntry",
     "Recording",
     "all_records",
     "decode",
     "encode",
     "episodes_folder",
     "exactness_violations",
-    "extras",
+    "extra_fields",
     "from_record",
     "read_episodes",
     "read_records",
-    "step_record",
     "to_record",
     "truncate",
 ]

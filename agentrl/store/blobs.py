@@ -1,48 +1,46 @@
-"""What is kept in files of its own beside the episodes, named by its hash: once, however many episodes hold it."""
+"""Content-addressed files beside the episodes: each is stored once, under its hash, however many episodes refer to it."""
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 import zstandard
 
+from agentrl.core.atomic_write import new_file
 from agentrl.core.message_images import Image, image_parts
 from agentrl.errors import StoreError
 from agentrl.types import Trajectory
 
 
 class ImageFolder:
-    """A folder of PNGs, each under the hash of its pixels."""
+    """PNG files, each named by the hash of its pixels."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._written: set[str] = set()
 
     def write(self, images: Iterable[Image]) -> None:
-        """Write those that are not there yet."""
+        """Write the images that the folder does not hold yet."""
         for image in images:
             if image.sha256 not in self._written:
-                write_once(self.folder / f"{image.sha256}.png", image.png)
+                _write_once(self.folder / f"{image.sha256}.png", image.png)
                 self._written.add(image.sha256)
 
 
 class Outputs:
-    """A folder of tools' outputs of which the policy saw only the beginning, whole, each under its hash, compressed."""
+    """Complete tool outputs of which the policy read only the beginning, each compressed and named by its hash."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def write(self, sha256: str, output: bytes) -> None:
-        """Keep one."""
-        write_once(self._file(sha256), zstandard.ZstdCompressor().compress(output))
+        _write_once(self._file(sha256), zstandard.ZstdCompressor().compress(output))
 
     def read(self, sha256: str) -> str | None:
-        """One as text; None: it was not kept.
+        """Return an output as text, or None if it was not stored.
 
         Raises:
             StoreError: its file is damaged.
@@ -53,27 +51,24 @@ class Outputs:
         try:
             return zstandard.ZstdDecompressor().decompress(file.read_bytes()).decode("utf-8", "replace")
         except (OSError, zstandard.ZstdError) as e:
-            raise StoreError(f"{file}: cannot be read: {e}") from e
+            raise StoreError(f"{file}: the tool output cannot be read: {e}") from e
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.txt.zst"
 
 
-def images_of(t: Trajectory) -> Iterator[Image]:
-    """Every image that an episode's record names."""
-    messages = [] if isinstance(t.task.prompt, str) else list(t.task.prompt)
-    messages += chain.from_iterable(turn.observation.messages for turn in t.turns)
-    messages += chain.from_iterable(turn.context or () for turn in t.turns)
-    messages += ({"content": r.parts} for turn in t.turns for r in turn.action.results if r.parts)
-    yield from (p.image for s in t.segments for p in s.images)
+def images_of(trajectory: Trajectory) -> Iterator[Image]:
+    """Yield every image that the record of an episode refers to."""
+    task, turns = trajectory.task, trajectory.turns
+    messages = [] if isinstance(task.prompt, str) else list(task.prompt)
+    messages += chain.from_iterable(turn.observation.messages for turn in turns)
+    messages += chain.from_iterable(turn.context or () for turn in turns)
+    messages += ({"content": r.parts} for turn in turns for r in turn.action.results if r.parts)
+    yield from (placed.image for segment in trajectory.segments for placed in segment.images)
     yield from (p["image"] for p in image_parts(messages) if isinstance(p.get("image"), Image))
 
 
-def write_once(path: Path, content: bytes) -> None:
-    """Write a file whole, unless it is there: its name says what is in it. Safe with any number of writers."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_bytes(content)
-    temporary.rename(path)
+def _write_once(path: Path, content: bytes) -> None:
+    if not path.exists():
+        with new_file(path) as temporary:
+            temporary.write_bytes(content)

@@ -1,7 +1,7 @@
-"""Files of records: written whole and flushed, rotated, read in order.
+"""Files of records: appended to, flushed after each record, rotated, read in order.
 
-A folder of files `000000.jsonl.zst`, `000001.jsonl.zst`, …; one record is one zstd frame that holds one line of JSON, so any zstd reads them
-(`zstd -dc`). A frame that a crash cut short is skipped, and counted.
+A folder holds `000000.jsonl.zst`, `000001.jsonl.zst`, … One record is one zstd frame with one line of JSON, so that any zstd reads them
+(`zstd -dc`). A frame that a crash truncated is skipped and counted.
 """
 
 from __future__ import annotations
@@ -15,60 +15,59 @@ import zstandard
 
 from agentrl.errors import StoreError
 from agentrl.store.blobs import ImageFolder, Outputs, images_of
-from agentrl.store.episode_index import read_entries, summary, write_entry
-from agentrl.store.episode_record import decode, encode, from_record, is_episode, step_record, to_record
-from agentrl.store.lock import hold
+from agentrl.store.episode_index import index_entry, read_entries, write_entry
+from agentrl.store.episode_record import VERSION, decode, encode, from_record, is_episode, to_record
+from agentrl.store.file_lock import try_lock
 from agentrl.types import Trajectory
 
 ROTATE_BYTES = 256 << 20
-"""a data file that is larger is followed by a new one"""
+"""Size above which a data file is closed and the next one begun."""
 _CHUNK = 1 << 18
+"""Bytes read at a time."""
 
 
 class EpisodeWriter:
-    """Appends records to a folder, and their entries to the index. One writer at a time."""
+    """Appends records to a folder, and their entries to the index. A folder has one writer at a time."""
 
     def __init__(self, folder: Path, level: int = 1) -> None:
-        """`level`: of compression; 3 takes half as much again and saves 2 % (most of a record is digits)."""
+        """Open a folder, or create it. `level` is zstd's: level 3 takes half as long again and saves 2 % (a record is mostly digits)."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._images = ImageFolder(images_folder(folder))
         self.outputs = Outputs(outputs_folder(folder))
-        """tools' outputs that were cut, whole; written only if that is wanted"""
+        """complete tool outputs, written with --keep-whole-outputs"""
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
         files = data_files(folder)
-        # a file of its own after what is there: a crash may have cut the last frame short, and nothing after that could be read
+        # Always a new file: a crash may have truncated the last frame of the previous one, and nothing after it could be read.
         self._number = number_of(files[-1]) + bool(files[-1].stat().st_size) if files else 0
         self._open()
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
-        """Append one episode, whole, and flush. `extra` (step, split, config fingerprint, …) is kept beside it; images go into files first."""
-        self._images.write(images_of(trajectory))
+        """Append an episode and flush. `extra` (step, split, config fingerprint, …) is stored beside it."""
+        self._images.write(images_of(trajectory))  # first, so that no record refers to a missing image
         self.append(to_record(trajectory, **extra))
 
     def write_step(self, **values: Any) -> None:
-        """Append what the trainer was fed in one optimizer step."""
-        self.append(step_record(**values))
+        """Append the record of an optimizer step (see train/step_record.py)."""
+        self.append({"version": VERSION, "kind": "step", **values})
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a record as it is."""
         frame = self._compressor.compress(encode(record))
         self._file.write(frame)
         self._file.flush()
-        self._index.write(write_entry(summary(record, self._at, len(frame))))
+        self._index.write(write_entry(index_entry(record, self._offset, len(frame))))
         self._index.flush()
-        self._at += len(frame)
-        if self._at > ROTATE_BYTES:
+        self._offset += len(frame)
+        if self._offset > ROTATE_BYTES:
             self.close()
             self._number += 1
             self._open()
 
     def position(self) -> tuple[int, int]:
-        """(file number, bytes): what `truncate` goes back to."""
-        return self._number, self._at
+        """Return the file number and its size in bytes; `truncate` restores them."""
+        return self._number, self._offset
 
     def close(self) -> None:
-        """Flush to disk and close."""
         os.fsync(self._file.fileno())
         self._file.close()
         self._index.close()
@@ -76,133 +75,137 @@ class EpisodeWriter:
     def _open(self) -> None:
         path = self.folder / f"{self._number:06d}.jsonl.zst"
         self._file: BinaryIO = path.open("ab")
-        hold(self._file)
-        self._at = self._file.tell()
-        self._index: BinaryIO = index_of(path).open("ab" if self._at else "wb")
+        try_lock(self._file)
+        self._offset = self._file.tell()
+        self._index: BinaryIO = index_of(path).open("ab" if self._offset else "wb")
 
 
 class Frame(NamedTuple):
-    """Where a record lies in its file."""
+    """A record in its file."""
 
-    at: int
+    offset: int
     length: int
     line: bytes | None
-    """None: the end of the file cuts it short"""
+    """None: the frame is truncated by the end of the file"""
 
 
 def frames(file: Path, start: int = 0) -> Iterator[Frame]:
-    """Frames from byte `start` on, in chunks, so that a large file costs no memory. A last one with `line` None was cut short.
+    """Yield the frames from byte `start` on. The file is read in chunks, so a large one takes no memory.
 
     Raises:
         StoreError: the file is damaged.
     """
     with file.open("rb") as f:
         f.seek(start)
-        rest, at, read = b"", start, start
+        offset = position = start
+        rest = b""
         while True:
             frame = zstandard.ZstdDecompressor().decompressobj()
             parts: list[bytes] = []
             while not frame.eof:
-                chunk = rest or f.read(_CHUNK)
-                read += 0 if rest else len(chunk)
-                if not chunk:
-                    if read > at:
-                        yield Frame(at, read - at, None)
+                if not rest:
+                    rest = f.read(_CHUNK)
+                    position += len(rest)
+                if not rest:
+                    if position > offset:
+                        yield Frame(offset, position - offset, None)
                     return
-                rest = b""
                 try:
-                    parts.append(frame.decompress(chunk))
+                    parts.append(frame.decompress(rest))
                 except zstandard.ZstdError as e:
-                    raise StoreError(f"{file}: damaged in the record at byte {at}: {e}") from e
-            rest = frame.unused_data
-            end = read - len(rest)
-            yield Frame(at, end - at, b"".join(parts))
-            at = end
+                    raise StoreError(f"{file}: damaged in the record at byte {offset}: {e}") from e
+                rest = frame.unused_data
+            end = position - len(rest)
+            yield Frame(offset, end - offset, b"".join(parts))
+            offset = end
 
 
-def all_records(path: Path, cut: Callable[[Path], None] | None = None) -> Iterator[dict[str, Any]]:
-    """Records of both kinds, of a file or folder, in order of writing; `cut` hears of every file whose last record a crash cut short.
+def all_records(path: Path, on_truncated: Callable[[Path], None] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of both kinds in a file or folder, in the order of writing.
+
+    `on_truncated` is called with each file whose last record a crash truncated.
 
     Raises:
-        StoreError: no such file, one that is damaged, or a record of a newer version.
+        StoreError: there is no such file, it is damaged, or a record has a newer version.
     """
-    path = episodes_folder(path)
-    for file in data_files(path) if path.is_dir() else [path]:
+    for file in data_files(episodes_folder(path)):
         for frame in frames(file):
             if frame.line is not None:
-                yield decode(frame.line, file)
-            elif cut is not None:
-                cut(file)
+                yield decode(frame.line, f"{file}, byte {frame.offset}")
+            elif on_truncated is not None:
+                on_truncated(file)
 
 
-def read_records(path: Path, cut: Callable[[Path], None] | None = None) -> Iterator[dict[str, Any]]:
-    """Records of episodes; see `all_records`."""
-    return (r for r in all_records(path, cut) if is_episode(r))
+def read_records(path: Path, on_truncated: Callable[[Path], None] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of episodes; see `all_records`."""
+    return filter(is_episode, all_records(path, on_truncated))
 
 
 def read_episodes(path: Path) -> Iterator[Trajectory]:
-    """Trajectories of a file, a folder or a run."""
+    """Yield the trajectories in a file, a folder of episodes or a run folder."""
     images = images_folder(path)
     return (from_record(r, images) for r in read_records(path))
 
 
 def truncate(folder: Path, number: int, size: int) -> None:
-    """Go back to a position: later files and bytes are removed (resuming from a checkpoint)."""
+    """Remove the records after a writer's earlier `position`; a run that is resumed from a checkpoint repeats them."""
     for file in data_files(folder):
-        at, index = number_of(file), index_of(file)
-        if at > number:
+        index = index_of(file)
+        if number_of(file) > number:
             file.unlink()
             index.unlink(missing_ok=True)
-        elif at == number and file.stat().st_size > size:
+        elif number_of(file) == number and file.stat().st_size > size:
             os.truncate(file, size)
             if index.exists():
-                kept, _ = read_entries(index.read_bytes(), 0, size, at)
+                kept, _ = read_entries(index.read_bytes(), 0, size, number)
                 index.write_bytes(b"".join(map(write_entry, kept)))
 
 
+# -- where files are ---------------------------------------------------------------------------------------------------
+
+
 def episodes_folder(path: Path) -> Path:
-    """Where the episodes of a run folder lie; a folder of episodes and a single file stand for themselves.
+    """Return the folder of episodes in a run folder; a folder of episodes or a single file is returned as it is.
 
     Raises:
-        StoreError: nothing is there.
+        StoreError: there are no episodes.
     """
     if not path.exists():
-        raise StoreError(f"no episodes at {path}")
+        raise StoreError(f"no episodes at {path}: it does not exist")
     if path.is_dir() and not data_files(path):
         if not (path / "episodes").is_dir():
-            raise StoreError(f"{path}: holds no episodes (no *.jsonl.zst, no episodes/)")
+            raise StoreError(f"{path}: holds no episodes (no *.jsonl.zst files and no folder episodes/)")
         return path / "episodes"
     return path
 
 
 def images_folder(path: Path) -> Path:
-    """Where the images of episodes lie."""
-    return _beside(path) / "images"
+    return _blobs_parent(path) / "images"
 
 
 def outputs_folder(path: Path) -> Path:
-    """Where whole outputs of tools lie."""
-    return _beside(path) / "outputs"
+    return _blobs_parent(path) / "outputs"
 
 
-def _beside(path: Path) -> Path:
-    """The folder that files of episodes lie in."""
-    if path.is_dir() and not data_files(path) and (path / "episodes").is_dir():
-        path = path / "episodes"
-    return path.parent if path.is_file() else path
+def _blobs_parent(path: Path) -> Path:
+    """Return the folder of the data files, which need not exist yet."""
+    if path.is_file():
+        return path.parent
+    return path / "episodes" if not data_files(path) and (path / "episodes").is_dir() else path
 
 
-def data_files(folder: Path) -> list[Path]:
-    """Data files of a folder, in order."""
-    return sorted(f for f in folder.glob("*.jsonl.zst") if f.name.split(".")[0].isdecimal())
+def data_files(path: Path) -> list[Path]:
+    """Return the data files in a folder, in order; a file is its own only data file."""
+    if path.is_file():
+        return [path]
+    return sorted(f for f in path.glob("*.jsonl.zst") if f.name.split(".")[0].isdecimal())
 
 
 def index_of(file: Path) -> Path:
-    """The index beside a data file."""
     return file.with_name(file.name.removesuffix(".jsonl.zst") + ".index")
 
 
 def number_of(file: Path) -> int:
-    """The number in a data file's name; 0 if it was renamed."""
+    """Return the number in a data file's name; 0 if the file was renamed."""
     name = file.name.split(".")[0]
     return int(name) if name.isdecimal() else 0

@@ -1,7 +1,7 @@
 """The index: one short line per record, so that a folder of 100,000 episodes opens without reading them.
 
-Beside `000000.jsonl.zst` lies `000000.index`, a line for each record that says where its frame is. An index is never needed and never trusted:
-its entries must follow each other without a gap and lie within the data file; what it lacks is read from the frames themselves.
+Beside `000000.jsonl.zst` lies `000000.index`, with a line for each record that says where its frame is. The index is optional and verified:
+its entries must follow each other without a gap and lie within the data file. What it lacks is read from the frames themselves.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from typing import Any
 
 import orjson
 
-from agentrl.errors import StoreError
-from agentrl.store.episode_record import encode
+from agentrl.store.episode_record import encode, unreadable
 
 LAYOUT = 1
-"""of an entry's line; entries of another are not read"""
+"""Version of an index line. Lines of another version are not read."""
 _TEXT = 120
-"""characters of a task's prompt that the list shows"""
+"""Characters of a prompt or an answer that the index holds."""
 
 
 @dataclass(slots=True)
-class Entry:
-    """What the index knows of one record."""
+class IndexEntry:
+    """What the index holds of one record. The order of the fields is that of an index line, from which it is built positionally."""
 
-    at: int
-    """byte of the data file at which its frame begins"""
+    offset: int
+    """byte of the data file at which the record's frame begins"""
     length: int
     """bytes of the frame"""
     kind: str = "episode"
-    """'episode', or 'step': what the trainer was fed in an optimizer step"""
+    """'episode', or 'step' for the batch of an optimizer step"""
     id: str = ""
     group: int = 0
     index: int = 0
     attempt: int = 0
     step: int | None = None
-    """rollout that it belongs to"""
+    """the rollout that it belongs to"""
     split: str = ""
     """'train' or 'eval/NAME'"""
     stop: str = ""
@@ -51,7 +50,7 @@ class Entry:
     tokens: int = 0
     """all tokens"""
     version: int | None = None
-    """oldest weights that sampled it"""
+    """the oldest policy version that sampled a token of it"""
     seconds: float = 0.0
     invalid: int = 0
     """turns that could not be parsed"""
@@ -62,103 +61,103 @@ class Entry:
     config: str | None = None
     """fingerprint of the settings"""
     advantages: dict[str, float] | None = None
-    """of a step: by episode id"""
+    """of a step: the advantage of each episode, by id"""
     file: int = -1
-    """number of its data file; known from the index file's name, not written"""
+    """number of the data file; not written, known from the name of the index file"""
 
 
-_NAMES = tuple(f.name for f in fields(Entry) if f.name != "file")
+_NAMES = tuple(f.name for f in fields(IndexEntry) if f.name != "file")
 
 
-def summary(record: Mapping[str, Any], at: int, length: int) -> Entry:
-    """The entry of a record.
+def index_entry(record: Mapping[str, Any], offset: int, length: int, file: int = -1) -> IndexEntry:
+    """Return the entry of a record.
 
     Raises:
-        StoreError: fields are missing or of the wrong type.
+        StoreError: fields of the record are missing or of the wrong type.
     """
     try:
-        return _summary(record, at, length)
+        summary = _step_summary(record) if record.get("kind") == "step" else _episode_summary(record)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        name = record.get("episode_id", "?")
-        raise StoreError(f"episode {name}: the record cannot be read: {type(e).__name__}: {e}") from e
+        raise unreadable(record, e) from e
+    return IndexEntry(offset=offset, length=length, file=file, **summary)
 
 
-def _summary(record: Mapping[str, Any], at: int, length: int) -> Entry:
-    if record.get("kind") == "step":
-        advantages = {str(r["episode_id"]): float(r["advantage"]) for r in record.get("rows", ())}
-        return Entry(at, length, "step", step=record.get("step"), split="train", advantages=advantages)
-    spans = [s for g in record["segments"] for s in g["spans"]]
-    sampled = [s for s in spans if s["provenance"] == "SAMPLED"]
-    turns = record["turns"]
+def _step_summary(record: Mapping[str, Any]) -> dict[str, Any]:
+    advantages = {str(r["episode_id"]): float(r["advantage"]) for r in record.get("rows", ())}
+    return {"kind": "step", "step": record.get("step"), "split": "train", "advantages": advantages}
+
+
+def _episode_summary(record: Mapping[str, Any]) -> dict[str, Any]:
+    spans = [span for segment in record["segments"] for span in segment["spans"]]
+    sampled = [span for span in spans if span["provenance"] == "SAMPLED"]
+    actions = [turn["action"] for turn in record["turns"]]
+    answers = [action["answer"] for action in actions if action["answer"] is not None]
     prompt = record["task"]["prompt"]
     if not isinstance(prompt, str):
         prompt = next((text for m in reversed(prompt) if (text := _text_of(m.get("content")))), "")
-    answers = [t["action"]["answer"] for t in turns if t["action"]["answer"] is not None]
-    return Entry(
-        at,
-        length,
-        id=record["episode_id"],
-        group=record["group_index"],
-        index=record["index"],
-        attempt=record["attempt"],
-        step=record.get("step"),
-        split=record.get("split", ""),
-        stop=record["stop_reason"],
-        status=record["status"],
-        cause=record["cause"],
-        score=record["score"],
-        rewards=dict(record["rewards"]),
-        turns=len(turns),
-        sampled=sum([len(s["ids"]) for s in sampled]),
-        tokens=sum([len(s["ids"]) for s in spans]),
-        version=min([s["policy_version"] for s in sampled], default=None),
-        seconds=record["timings"].get("episode_s", 0.0),
-        invalid=sum([bool(t["action"]["errors"]) for t in turns]),
-        task=str(record["task"]["id"]),
-        text=_clean(prompt),
-        answer=_clean(answers[-1]) if answers else None,
-        config=record.get("config"),
-    )
+    return {
+        "id": record["episode_id"],
+        "group": record["group_index"],
+        "index": record["index"],
+        "attempt": record["attempt"],
+        "step": record.get("step"),
+        "split": record.get("split", ""),
+        "stop": record["stop_reason"],
+        "status": record["status"],
+        "cause": record["cause"],
+        "score": record["score"],
+        "rewards": dict(record["rewards"]),
+        "turns": len(actions),
+        "sampled": sum([len(span["ids"]) for span in sampled]),
+        "tokens": sum([len(span["ids"]) for span in spans]),
+        "version": min([span["policy_version"] for span in sampled], default=None),
+        "seconds": record["timings"].get("episode_s", 0.0),
+        "invalid": sum([bool(action["errors"]) for action in actions]),
+        "task": str(record["task"]["id"]),
+        "text": _shortened(prompt),
+        "answer": _shortened(answers[-1]) if answers else None,
+        "config": record.get("config"),
+    }
 
 
 def _text_of(content: Any) -> str:
-    """The text of a content; of one in parts, without its images."""
+    """Return the text of a message's content, without its images."""
     if isinstance(content, (list, tuple)):
-        return " ".join(str(p.get("text", "")) for p in content).strip()
+        return " ".join(str(part.get("text", "")) for part in content).strip()
     return content if isinstance(content, str) else ""
 
 
-def _clean(text: str) -> str:
-    """The beginning of a text that may hold lone surrogates."""
+def _shortened(text: str) -> str:
+    """Return the beginning of a text on one line, lone surrogates replaced."""
     return " ".join(text[: 2 * _TEXT].split())[:_TEXT].encode("utf-8", errors="replace").decode()
 
 
-def write_entry(entry: Entry) -> bytes:
-    """Its line: a JSON array of the layout's number and the fields in order, which is quicker to read than an object."""
-    return encode([LAYOUT, *(getattr(entry, n) for n in _NAMES)])
+def write_entry(entry: IndexEntry) -> bytes:
+    """Return the line of an entry: a JSON array of the layout's version and the fields in order. It parses faster than an object."""
+    return encode([LAYOUT, *(getattr(entry, name) for name in _NAMES)])
 
 
-def read_entries(raw: bytes, begin: int, size: int, file: int) -> tuple[list[Entry], int]:
-    """Entries in whole lines of an index, and the byte of the data file up to which they cover it.
+def read_entries(raw: bytes, begin: int, size: int, file: int) -> tuple[list[IndexEntry], int]:
+    """Return the entries in complete lines of an index, and the byte of the data file up to which they cover it.
 
-    Stops at the first that cannot be true. The garbage collector pauses meanwhile: it would go through all that was made, again and again.
+    Reading stops at the first entry that cannot be right. The garbage collector is off meanwhile: it would scan the new entries repeatedly.
     """
-    found: list[Entry] = []
-    at = begin
+    entries: list[IndexEntry] = []
+    covered = begin
     collects = gc.isenabled()
     gc.disable()
     try:
         for line in raw.split(b"\n")[:-1]:
             layout, *values = orjson.loads(line)
-            entry = Entry(*values)
-            if layout != LAYOUT or entry.at != at or entry.length <= 0 or at + entry.length > size:
+            entry = IndexEntry(*values)
+            if layout != LAYOUT or entry.offset != covered or entry.length <= 0 or covered + entry.length > size:
                 break
             entry.file = file
-            at += entry.length
-            found.append(entry)
+            covered += entry.length
+            entries.append(entry)
     except (ValueError, TypeError):
-        pass  # not one of our lines: what follows is read from the frames
+        pass  # not a line of this index: the remaining records are read from the frames
     finally:
         if collects:
             gc.enable()
-    return found, at
+    return entries, covered

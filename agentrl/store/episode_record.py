@@ -1,6 +1,6 @@
-"""One record: what is kept of an episode, and of an optimizer step, as one line of versioned JSON. No files here.
+"""The record format: an episode or an optimizer step as one line of versioned JSON. This module does no file I/O.
 
-Version 1 held episodes only. Version 2 says `kind` ('episode' or 'step') and keeps, of every optimizer step, what the trainer was fed.
+Version 1 held episodes only. Version 2 adds `kind` ('episode' or 'step') and a record of every optimizer step.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,204 +36,175 @@ from agentrl.types import (
 )
 
 VERSION = 2
-"""of the record's layout; readers accept this and older ones"""
+"""Version of the record format. Readers accept this version and older ones."""
+
+
+def _field_reader(cls: type) -> Callable[[Any], dict[str, Any]]:
+    """Return a function that lists an instance's fields. `asdict` copies what users put into `info`, and cannot copy every value."""
+    names = tuple(f.name for f in fields(cls))
+    values = attrgetter(*names)
+    return lambda instance: dict(zip(names, values(instance), strict=True))
+
+
+_turn_fields, _action_fields, _task_fields = map(_field_reader, (Turn, Action, Task))
+_TRAJECTORY_FIELDS = tuple(f.name for f in fields(Trajectory))
+_PROPERTY_AFTER = {"stop_reason": "status", "weights": "score"}
+"""Properties of a trajectory that its record holds, by the field that they follow."""
+_EPISODE_KEYS = tuple(key for name in _TRAJECTORY_FIELDS for key in (name, _PROPERTY_AFTER.get(name)) if key)
 _PROVENANCES = tuple(p.name for p in sorted(Provenance))
-"""names by value: an enum's own `name` takes several times as long, and there is one for each span"""
-_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_OWN = (
-    *(
-        "version",
-        "kind",
-        "episode_id",
-        "group_index",
-        "index",
-        "attempt",
-        "task",
-        "env",
-        "segments",
-        "turns",
-        "stop_reason",
-    ),
-    *("status", "cause", "state", "rewards", "weights", "score", "seed", "demonstration", "timings", "detail"),
-)
+"""Provenance names by value: `Enum.name` is several times slower, and every span needs one."""
+_JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
-    """A trajectory as JSON values; `extra` (step, split, config fingerprint, …) is kept beside it."""
-    return {
-        "version": VERSION,
-        "kind": "episode",
-        **extra,
-        "episode_id": t.episode_id,
-        "group_index": t.group_index,
-        "index": t.index,
-        "attempt": t.attempt,
-        "task": {"id": t.task.id, "prompt": t.task.prompt, "label": t.task.label, "metadata": dict(t.task.metadata)},
-        "env": t.env,
-        "segments": [_segment(s) for s in t.segments],
-        "turns": [_turn(turn) for turn in t.turns],
-        "stop_reason": t.stop_reason.value,
-        "status": t.status.value,
-        "cause": t.cause,
-        "state": dict(t.state),
-        "rewards": dict(t.rewards),
-        "weights": dict(t.weights),
-        "score": t.score,
-        "seed": t.seed,
-        "demonstration": t.demonstration,
-        "timings": dict(t.timings),
-        **({"detail": t.detail} if t.detail else {}),
-    }
-
-
-def step_record(**values: Any) -> dict[str, Any]:
-    """What the trainer was fed in one optimizer step, as JSON values."""
-    return {"version": VERSION, "kind": "step", **values}
-
-
-def extras(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What was kept beside the trajectory."""
-    return {k: v for k, v in record.items() if k not in _OWN}
+# -- JSON lines --------------------------------------------------------------------------------------------------------
 
 
 def encode(record: Mapping[str, Any] | list[Any]) -> bytes:
-    """One line of JSON. What JSON has no word for (in a user's info or state) is written as its repr."""
+    """Return a record as a line of JSON. Values that JSON cannot express (in a user's info or state) are written as their repr."""
     try:
-        return orjson.dumps(record, _foreign, _OPTIONS)
+        return orjson.dumps(record, _json_default, _JSON_OPTIONS)
     except TypeError:  # integers over 64 bits, lone surrogates, deep nesting: a policy can write them all
-        return json.dumps(record, default=_foreign).encode() + b"\n"
+        return json.dumps(record, default=_json_default).encode() + b"\n"
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, Image):
+        return {"sha256": value.sha256}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):  # orjson serializes dataclasses itself
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def decode(line: bytes, where: object) -> dict[str, Any]:
-    """The record in a line.
+    """Return the record in a line. `where` names the line's place in errors.
 
     Raises:
-        StoreError: no record, or one of a newer version.
+        StoreError: the line is not a record, or its version is newer.
     """
     try:
-        record: dict[str, Any] = json.loads(line)  # not orjson: it rounds large integers and refuses lone surrogates
+        record: dict[str, Any] = json.loads(line)  # orjson rounds large integers and refuses lone surrogates
         version = int(record["version"])
     except (ValueError, KeyError, TypeError) as e:
-        raise StoreError(f"{where}: holds something that is no episode: {type(e).__name__}: {e}") from e
+        raise StoreError(f"{where}: not an episode record: {_reason(e)}. Was the file written by agentrl?") from e
     if version > VERSION:
         raise StoreError(
-            f"{where}: written by a newer agentrl (record version {version}, this one reads up to {VERSION})"
+            f"{where}: written by a newer agentrl (record version {version}, this one reads up to {VERSION}); update agentrl"
         )
     return record
 
 
+def unreadable(record: Mapping[str, Any], error: Exception) -> StoreError:
+    """Return the error for a record with missing or wrong fields."""
+    return StoreError(f"episode {record.get('episode_id', '?')}: the record cannot be read: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return f"missing key {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+
+
 def is_episode(record: Mapping[str, Any]) -> bool:
-    """An episode, and no optimizer step."""
+    """True for an episode, False for an optimizer step."""
     return bool(record.get("kind", "episode") == "episode")
 
 
-def from_record(r: Mapping[str, Any], images: Path | None = None) -> Trajectory:
-    """The trajectory of a record. `images`: the folder in which those that it names lie.
+def extra_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that were stored beside the trajectory."""
+    return {k: v for k, v in record.items() if k not in ("version", "kind", *_EPISODE_KEYS)}
+
+
+# -- trajectory to record ----------------------------------------------------------------------------------------------
+
+
+def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
+    """Return a trajectory as JSON values. `extra` (step, split, config fingerprint, …) is stored beside it."""
+    values = {key: getattr(t, key) for key in _EPISODE_KEYS}
+    values |= {
+        "task": {**_task_fields(t.task), "metadata": dict(t.task.metadata)},
+        "segments": [_segment(s) for s in t.segments],
+        "turns": [_turn(turn) for turn in t.turns],
+        "stop_reason": t.stop_reason.value,
+        "status": t.status.value,
+        **{key: dict(values[key]) for key in ("state", "rewards", "weights", "timings")},
+    }
+    if not t.detail:
+        del values["detail"]
+    return {"version": VERSION, "kind": "episode", **extra, **values}
+
+
+def _turn(t: Turn) -> dict[str, Any]:
+    record = _turn_fields(t)
+    record["action"] = _action_fields(t.action)  # orjson serializes its calls, errors and results
+    record["observation"] = {"messages": t.observation.messages}
+    if t.context is None:
+        del record["context"]
+    return record
+
+
+def _segment(s: Segment) -> dict[str, Any]:
+    record: dict[str, Any] = {"agent_id": s.agent_id, "spans": [_span(span) for span in s.spans]}
+    if s.images:
+        record["images"] = [{"sha256": p.image.sha256, "at": p.at, "tokens": p.tokens} for p in s.images]
+    return record
+
+
+def _span(s: Span) -> dict[str, Any]:
+    record: dict[str, Any] = {"provenance": _PROVENANCES[s.provenance], "turn": s.turn, "ids": s.ids}
+    if s.log_probs is not None:
+        record |= {"log_probs": s.log_probs, "policy_version": s.policy_version, "temperature": s.temperature}
+    return record
+
+
+# -- record to trajectory ----------------------------------------------------------------------------------------------
+
+
+def from_record(record: Mapping[str, Any], images: Path | None = None) -> Trajectory:
+    """Return the trajectory of a record. `images` is the folder of the images that it refers to.
 
     Raises:
         StoreError: fields are missing or of the wrong type.
     """
     try:
-        task, prompt = r["task"], r["task"]["prompt"]
-        return Trajectory(
-            episode_id=r["episode_id"],
-            group_index=r["group_index"],
-            index=r["index"],
-            attempt=r["attempt"],
-            task=Task(
-                task["id"],
-                prompt if isinstance(prompt, str) else tuple(read_images(prompt, images)),
-                task["label"],
-                task["metadata"],
-            ),
-            env=r["env"],
-            segments=tuple(_read_segment(g, images) for g in r["segments"]),
-            turns=tuple(_read_turn(t, images) for t in r["turns"]),
-            stop_reason=StopReason(r["stop_reason"]),
-            cause=r["cause"],
-            detail=r.get("detail"),
-            state=r["state"],
-            rewards=r["rewards"],
-            weights=r["weights"],
-            seed=r["seed"],
-            demonstration=r["demonstration"],
-            timings=r["timings"],
-        )
+        values = {name: record[name] for name in _TRAJECTORY_FIELDS if name != "detail"}
+        task, prompt = record["task"], record["task"]["prompt"]
+        if not isinstance(prompt, str):
+            prompt = tuple(read_images(prompt, images))
+        values |= {
+            "task": Task(task["id"], prompt, task["label"], task["metadata"]),
+            "segments": tuple(_read_segment(s, images) for s in record["segments"]),
+            "turns": tuple(_read_turn(t, images) for t in record["turns"]),
+            "stop_reason": StopReason(record["stop_reason"]),
+            "detail": record.get("detail"),
+        }
+        return Trajectory(**values)
     except (KeyError, TypeError, ValueError) as e:
-        name = r.get("episode_id", "?")
-        raise StoreError(f"episode {name}: the record cannot be read: {type(e).__name__}: {e}") from e
+        raise unreadable(record, e) from e
 
 
-def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
-    """Recompute the checksum of every turn's context from the recorded tokens; count those that are not what the engine was sent."""
-    bad = 0
-    for t in trajectories:
-        ids = [s.ids for s in t.segments]
-        bad += sum(
-            zlib.crc32(array("i", ids[turn.segment][: turn.context_length]).tobytes()) != turn.context_crc
-            for turn in t.turns
-        )
-    return bad
+def _read_turn(t: Mapping[str, Any], images: Path | None) -> Turn:
+    a = t["action"]
+    action = Action(
+        text=a["text"],
+        calls=tuple(ToolCall(**c) for c in a["calls"]),
+        errors=tuple(ParseError(**e) for e in a["errors"]),
+        finish_reason=FinishReason(a["finish_reason"]),
+        answer=a["answer"],
+        results=tuple(_read_result(r, images) for r in a["results"]),
+    )
+    observation = Observation(tuple(read_images(t["observation"]["messages"], images)))
+    context = tuple(read_images(t["context"], images)) if t.get("context") else None
+    return Turn(**{**t, "action": action, "observation": observation, "context": context})
 
 
-def _foreign(value: Any) -> Any:
-    if isinstance(value, Image):
-        return {"sha256": value.sha256}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if is_dataclass(value) and not isinstance(value, type):  # orjson takes these itself
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
+def _read_result(r: Mapping[str, Any], images: Path | None) -> ToolResult:
+    parts = r.get("parts")
+    return ToolResult(**{**r, "parts": tuple(_read_parts(parts, images))} if parts else r)
 
 
-def _turn(t: Turn) -> dict[str, Any]:
-    """Not `asdict`, which copies what users put into `info` and cannot copy everything. Calls, errors and results are JSON to orjson as they are."""
-    a = t.action
-    out = {
-        "index": t.index,
-        "segment": t.segment,
-        "context_length": t.context_length,
-        "action": {
-            "text": a.text,
-            "calls": a.calls,
-            "errors": a.errors,
-            "finish_reason": a.finish_reason,
-            "answer": a.answer,
-            "results": a.results,
-        },
-        "observation": {"messages": t.observation.messages},
-        "reward": t.reward,
-        "info": t.info,
-        "state_key": t.state_key,
-        "matched_stop": t.matched_stop,
-        "context_crc": t.context_crc,
-        "observation_cut_tokens": t.observation_cut_tokens,
-        "seed": t.seed,
-        "timings": t.timings,
-        "agent_id": t.agent_id,
-    }
-    if t.context is not None:
-        out["context"] = t.context
-    return out
-
-
-def _segment(s: Segment) -> dict[str, Any]:
-    out: dict[str, Any] = {"agent_id": s.agent_id, "spans": [_span(x) for x in s.spans]}
-    if s.images:
-        out["images"] = [{"sha256": p.image.sha256, "at": p.at, "tokens": p.tokens} for p in s.images]
-    return out
-
-
-def _read_segment(g: Mapping[str, Any], images: Path | None) -> Segment:
-    placed = tuple(Placed(_image(p["sha256"], images), p["at"], p["tokens"]) for p in g.get("images", ()))
-    return Segment(tuple(map(_read_span, g["spans"])), g["agent_id"], placed)
-
-
-def _span(s: Span) -> dict[str, Any]:
-    out: dict[str, Any] = {"provenance": _PROVENANCES[s.provenance], "turn": s.turn, "ids": s.ids}
-    if s.log_probs is not None:
-        out |= {"log_probs": s.log_probs, "policy_version": s.policy_version, "temperature": s.temperature}
-    return out
+def _read_segment(s: Mapping[str, Any], images: Path | None) -> Segment:
+    placed = tuple(Placed(_image(p["sha256"], images), p["at"], p["tokens"]) for p in s.get("images", ()))
+    return Segment(tuple(map(_read_span, s["spans"])), s["agent_id"], placed)
 
 
 def _read_span(s: Mapping[str, Any]) -> Span:
@@ -248,7 +220,7 @@ def _read_span(s: Mapping[str, Any]) -> Span:
 
 
 def read_images(messages: Iterable[Message], images: Path | None) -> list[Message]:
-    """Recorded messages with the images that they name."""
+    """Return recorded messages with their images, which the record names by hash."""
     return [
         {**m, "content": _read_parts(m["content"], images)} if isinstance(m.get("content"), list) else m
         for m in messages
@@ -266,21 +238,34 @@ def _image(sha256: str, images: Path | None) -> Image:
     return Image(sha256, images / f"{sha256}.png" if images else None)
 
 
-def _read_result(r: Mapping[str, Any], images: Path | None) -> ToolResult:
-    parts = r.get("parts")
-    return ToolResult(**{**r, "parts": tuple(_read_parts(parts, images))} if parts else r)
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def _read_turn(t: Mapping[str, Any], images: Path | None) -> Turn:
-    a = t["action"]
-    action = Action(
-        a["text"],
-        tuple(ToolCall(**c) for c in a["calls"]),
-        tuple(ParseError(**e) for e in a["errors"]),
-        FinishReason(a["finish_reason"]),
-        a["answer"],
-        tuple(_read_result(x, images) for x in a["results"]),
-    )
-    observation = Observation(tuple(read_images(t["observation"]["messages"], images)))
-    context = tuple(read_images(t["context"], images)) if t.get("context") else None
-    return Turn(**{**t, "action": action, "observation": observation, "context": context})
+def token_columns(segment: Mapping[str, Any], trained: Iterable[str] = ("SAMPLED",)) -> dict[str, list[Any]]:
+    """Return the tokens of a recorded segment, one list per property. `trained` names the provenances with mask 1."""
+    spans = segment["spans"]
+
+    def per_token(value: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
+        return [v for span in spans for v in [value(span)] * len(span["ids"])]
+
+    return {
+        "ids": [i for span in spans for i in span["ids"]],
+        "provenance": per_token(lambda span: int(Provenance[span["provenance"]])),
+        "turn": per_token(lambda span: span["turn"]),
+        "mask": per_token(lambda span: int(span["provenance"] in trained)),
+        "log_prob": [v for span in spans for v in (span.get("log_probs") or [None] * len(span["ids"]))],
+        "version": per_token(lambda span: span.get("policy_version")),
+        "temperature": per_token(lambda span: span.get("temperature")),
+    }
+
+
+def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
+    """Count the turns whose recorded context tokens do not have the checksum of the tokens that the engine was sent."""
+    violations = 0
+    for t in trajectories:
+        ids = [s.ids for s in t.segments]
+        violations += sum(
+            zlib.crc32(array("i", ids[turn.segment][: turn.context_length]).tobytes()) != turn.context_crc
+            for turn in t.turns
+        )
+    return violations

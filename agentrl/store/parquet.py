@@ -1,22 +1,30 @@
 """Episodes as Parquet, one row per segment (that is, per training row), for pandas, DuckDB and Hugging Face's `datasets`. Needs pyarrow.
 
-Tokens, masks and log-probs are columns of lists, rewards a list of names and values; the whole record is there too, as JSON (in the row of
-the episode's first segment), so nothing is lost.
+Tokens, masks and log-probs are list columns, rewards a list of names and values. The row of an episode's first segment also holds the
+complete record as JSON, so that nothing is lost.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.atomic_write import new_file, new_folder
 from agentrl.errors import ConfigError
-from agentrl.store.episode_record import encode
-from agentrl.types import Provenance
+from agentrl.store.episode_record import encode, token_columns
 
 _BATCH = 2000
+"""Rows in memory at a time."""
+_LIST_COLUMNS = {
+    "tokens": ("ids", "int32"),
+    "loss_mask": ("mask", "int8"),
+    "provenance": ("provenance", "int8"),
+    "log_probs": ("log_prob", "float64"),
+    "policy_version": ("version", "int32"),
+}
+"""Columns with a value per token: the name in `token_columns` and the type."""
 _CARD = """---
 configs:
 - config_name: default
@@ -25,9 +33,9 @@ configs:
     path: data/*.parquet
 ---
 
-Episodes recorded by agentrl, one row per segment of an episode. `loss_mask` is 1 where the policy sampled the token; `log_probs` are the
-engine's, natural logs; `rewards` is a list of `{name, value}`, a component that abstained has no value; `record`, in the row of an
-episode's first segment, is the whole record as JSON.
+Episodes recorded by agentrl, one row per segment of an episode. `loss_mask` is 1 where the policy sampled the token. `log_probs` are the
+engine's, as natural logarithms. `rewards` is a list of `{name, value}`; the value of a component that abstained is null. `record`, in the
+row of an episode's first segment, is the complete record as JSON.
 
 ```python
 from datasets import load_dataset
@@ -38,7 +46,7 @@ rows = load_dataset("path/of/this/folder", split="train")
 
 
 def write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:
-    """Write a new file; returns the number of rows.
+    """Write a new file and return the number of rows.
 
     Raises:
         ConfigError: pyarrow is not installed, or the file exists.
@@ -47,72 +55,51 @@ def write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as e:
-        raise ConfigError("writing Parquet needs pyarrow; pip install pyarrow") from e
+        raise ConfigError("writing Parquet needs pyarrow; run pip install agentrl[parquet]") from e
     if file.exists():
-        raise ConfigError(f"{file} exists already; give a new file")
-    rows, total = (row for r in records for row in rows_of(r)), 0
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    try:
-        with pq.ParquetWriter(part, _schema(pa), compression="zstd") as writer:
-            while batch := list(islice(rows, _BATCH)):
-                writer.write_table(pa.Table.from_pylist(batch, _schema(pa)))
-                total += len(batch)
-        part.rename(file)
-    finally:
-        part.unlink(missing_ok=True)
+        raise ConfigError(f"{file} already exists; choose a new file")
+    rows, total, schema = (row for record in records for row in rows_of(record)), 0, _schema(pa)
+    with new_file(file) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        while batch := list(islice(rows, _BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+            total += len(batch)
     return total
 
 
 def write_hf_dataset(folder: Path, records: Iterable[Mapping[str, Any]]) -> int:
-    """A new folder that `datasets.load_dataset` reads; returns the number of rows.
+    """Write a new folder that `datasets.load_dataset` reads, and return the number of rows.
 
     Raises:
-        ConfigError: as `write_parquet`.
+        ConfigError: pyarrow is not installed, or the folder exists.
     """
     if folder.exists():
-        raise ConfigError(f"{folder} exists already; give a new folder")
-    part = folder.with_name(f".{folder.name}.part")
-    try:
-        total = write_parquet(part / "data" / "train-00000-of-00001.parquet", records)
-        (part / "README.md").write_text(_CARD, encoding="utf-8")
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return total
+        raise ConfigError(f"{folder} already exists; choose a new folder")
+    with new_folder(folder) as temporary:
+        (temporary / "README.md").write_text(_CARD, encoding="utf-8")
+        return write_parquet(temporary / "data" / "train-00000-of-00001.parquet", records)
 
 
-def rows_of(r: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row per segment."""
-    whole = encode(r).decode()
-    for n, segment in enumerate(r["segments"]):
-        spans = segment["spans"]
+def rows_of(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield one row per segment."""
+    answers = [turn["action"]["answer"] for turn in record["turns"] if turn["action"]["answer"] is not None]
+    episode = {
+        **{name: record[name] for name in ("episode_id", "group_index", "index", "attempt", "env")},
+        **{name: record.get(name) for name in ("step", "split")},
+        **{name: record[name] for name in ("stop_reason", "status", "score")},
+        "task_id": str(record["task"]["id"]),
+        "prompt": _text(record["task"]["prompt"]),
+        "label": _text(record["task"]["label"]),
+        "rewards": [{"name": name, "value": value} for name, value in record["rewards"].items()],
+        "turns": len(record["turns"]),
+        "answer": answers[-1] if answers else None,
+    }
+    for number, segment in enumerate(record["segments"]):
+        tokens = token_columns(segment)
         yield {
-            "episode_id": r["episode_id"],
-            "segment": n,
-            "group_index": r["group_index"],
-            "index": r["index"],
-            "attempt": r["attempt"],
-            "step": r.get("step"),
-            "split": r.get("split"),
-            "env": r["env"],
-            "task_id": str(r["task"]["id"]),
-            "prompt": _text(r["task"]["prompt"]),
-            "label": _text(r["task"]["label"]),
-            "stop_reason": r["stop_reason"],
-            "status": r["status"],
-            "score": r["score"],
-            "rewards": [{"name": k, "value": v} for k, v in r["rewards"].items()],
-            "turns": len(r["turns"]),
-            "answer": next(
-                (t["action"]["answer"] for t in reversed(r["turns"]) if t["action"]["answer"] is not None), None
-            ),
-            "tokens": [i for s in spans for i in s["ids"]],
-            "loss_mask": [int(s["provenance"] == "SAMPLED") for s in spans for _ in s["ids"]],
-            "provenance": [int(Provenance[s["provenance"]]) for s in spans for _ in s["ids"]],
-            "log_probs": [v for s in spans for v in (s.get("log_probs") or [None] * len(s["ids"]))],
-            "policy_version": [s.get("policy_version") for s in spans for _ in s["ids"]],
-            "record": whole if n == 0 else None,
+            **episode,
+            "segment": number,
+            **{column: tokens[name] for column, (name, _) in _LIST_COLUMNS.items()},
+            "record": encode(record).decode() if number == 0 else None,
         }
 
 
@@ -122,23 +109,17 @@ def _text(value: Any) -> str:
 
 def _schema(pa: Any) -> Any:
     text, number = pa.string(), pa.int64()
-    lists = {
-        "tokens": pa.int32(),
-        "loss_mask": pa.int8(),
-        "provenance": pa.int8(),
-        "log_probs": pa.float64(),
-        "policy_version": pa.int32(),
-    }
+    rewards = pa.list_(pa.struct([("name", text), ("value", pa.float64())]))  # `datasets` cannot read maps
     return pa.schema(
         [
             ("episode_id", text),
-            *((n, number) for n in ("segment", "group_index", "index", "attempt", "step")),
-            *((n, text) for n in ("split", "env", "task_id", "prompt", "label", "stop_reason", "status")),
+            *((name, number) for name in ("segment", "group_index", "index", "attempt", "step")),
+            *((name, text) for name in ("split", "env", "task_id", "prompt", "label", "stop_reason", "status")),
             ("score", pa.float64()),
-            ("rewards", pa.list_(pa.struct([("name", text), ("value", pa.float64())]))),  # `datasets` reads no maps
+            ("rewards", rewards),
             ("turns", number),
             ("answer", text),
-            *((n, pa.list_(kind)) for n, kind in lists.items()),
+            *((column, pa.list_(getattr(pa, kind)())) for column, (_, kind) in _LIST_COLUMNS.items()),
             ("record", text),
         ]
     )

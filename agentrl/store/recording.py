@@ -1,8 +1,9 @@
-"""A store opened for reading at any place: the entries of all its records, one record by its episode's id, what the trainer was fed of it."""
+"""Random access to recorded episodes: the index entries of all records, and any record by its episode's id."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,141 +20,143 @@ from agentrl.store.episode_files import (
     number_of,
     outputs_folder,
 )
-from agentrl.store.episode_index import Entry, read_entries, summary
+from agentrl.store.episode_index import IndexEntry, index_entry, read_entries
 from agentrl.store.episode_record import decode
-from agentrl.store.lock import is_held
+from agentrl.store.file_lock import is_locked
 
 
-class _Place:
-    """How far one data file has been taken in."""
+@dataclass(slots=True)
+class _Progress:
+    """How far a data file and its index have been read, in bytes."""
 
-    __slots__ = ("covered", "file", "index_at", "torn")
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.covered = 0
-        self.index_at = 0
-        self.torn = False
+    data: int = 0
+    index: int = 0
+    truncated: bool = False
+    """the last record is incomplete"""
 
 
 class Recording:
-    """The records of a run folder, a folder of episodes or one file. `refresh` takes in what was written since."""
+    """The records in a run folder, a folder of episodes or one file. `refresh` reads what was written since."""
 
     def __init__(self, path: Path) -> None:
-        """Open and take in all entries.
+        """Read the index of all records.
 
         Raises:
-            StoreError: nothing there, damaged, or written by a newer version.
+            StoreError: there are no episodes, a file is damaged, or a newer agentrl wrote it.
         """
         self.path = path
         self.folder = episodes_folder(path)
         self.images = images_folder(path)
-        """where the images of episodes lie"""
+        """folder of the images that episodes refer to"""
         self.outputs = Outputs(outputs_folder(path))
-        self.episodes: list[Entry] = []
-        self.steps: list[Entry] = []
+        self.episodes: list[IndexEntry] = []
+        self.steps: list[IndexEntry] = []
         self.being_written = False
-        """had a writer, in any process, the last file open when it was last looked at?"""
+        """True if a writer, in any process, had the last file open at the last refresh"""
         self.advantages: dict[str, float] = {}
-        """by episode id, of those that the trainer was fed"""
-        self._places: dict[Path, _Place] = {}
-        self._by_id: dict[str, Entry] = {}
-        self._fed: dict[str, Entry] = {}
+        """by episode id, of the episodes that were trained on"""
+        self._progress: dict[Path, _Progress] = {}
+        self._by_id: dict[str, IndexEntry] = {}
+        self._steps_by_id: dict[str, IndexEntry] = {}
         self.refresh()
 
     @property
-    def cut(self) -> int:
-        """Records that were cut short: by a crash, or because they are being written just now."""
-        return sum(p.torn for p in self._places.values())
+    def truncated(self) -> int:
+        """The number of incomplete records: a crash truncated them, or they are being written."""
+        return sum(p.truncated for p in self._progress.values())
 
     @property
     def note(self) -> str:
-        """What a reader should know of these records: they are being written, or some were cut short; else nothing."""
+        """A remark for readers if the records are being written or some are incomplete; else an empty string."""
         if self.being_written:
             return f"{self.path} is being written: {len(self.episodes)} episodes so far"
-        return f"{self.cut} half-written episode{'s' if self.cut > 1 else ''} skipped" if self.cut else ""
+        return (
+            f"{self.truncated} half-written episode{'s' if self.truncated > 1 else ''} skipped"
+            if self.truncated
+            else ""
+        )
 
     def refresh(self) -> int:
-        """Take in what was written since; the number of new records."""
+        """Read what was written since the last call; return the number of new records."""
         before = len(self.episodes) + len(self.steps)
-        files = data_files(self.folder) if self.folder.is_dir() else [self.folder]
-        self.being_written = any(map(is_held, files[-1:]))
+        files = data_files(self.folder)
+        self.being_written = any(map(is_locked, files[-1:]))
         for file in files:
-            place = self._places.get(file)
-            if place is None:
-                place = self._places[file] = _Place(file)
+            if file not in self._progress:
                 self._check_version(file)
-            self._extend(place)
+                self._progress[file] = _Progress()
+            self._read_new(file, self._progress[file])
         return len(self.episodes) + len(self.steps) - before
 
-    def entry(self, episode_id: str) -> Entry:
-        """The entry of an episode; of several of that id the last.
+    def entry(self, episode_id: str) -> IndexEntry:
+        """Return the entry of an episode; the last one if several have that id.
 
         Raises:
-            StoreError: there is none.
+            StoreError: there is no such episode.
         """
-        found = self._by_id.get(episode_id)
-        if found is None:
+        if episode_id not in self._by_id:
             raise StoreError(f"{self.path}: no episode {episode_id!r}{suggest(episode_id, list(self._by_id)[:2000])}")
-        return found
+        return self._by_id[episode_id]
 
-    def record(self, entry: Entry) -> dict[str, Any]:
-        """The whole record of an entry."""
-        file = next(f for f in self._places if number_of(f) == entry.file)
+    def record(self, entry: IndexEntry) -> dict[str, Any]:
+        """Read the record of an entry.
+
+        Raises:
+            StoreError: the record is damaged.
+        """
+        file = next(f for f in self._progress if number_of(f) == entry.file)
         with file.open("rb") as f:
-            f.seek(entry.at)
-            raw = f.read(entry.length)
+            f.seek(entry.offset)
+            frame = f.read(entry.length)
         try:
-            line = zstandard.ZstdDecompressor().decompressobj().decompress(raw)
+            line = zstandard.ZstdDecompressor().decompressobj().decompress(frame)
         except zstandard.ZstdError as e:
-            raise StoreError(f"{file}: damaged in the record at byte {entry.at}: {e}") from e
-        return decode(line, file)
+            raise StoreError(f"{file}: damaged in the record at byte {entry.offset}: {e}") from e
+        return decode(line, f"{file}, byte {entry.offset}")
 
-    def records(self, entries: list[Entry] | None = None) -> Iterator[dict[str, Any]]:
-        """Records of entries (None: all episodes)."""
+    def records(self, entries: list[IndexEntry] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the records of entries (default: all episodes)."""
         return map(self.record, self.episodes if entries is None else entries)
 
-    def fed(self, episode_id: str) -> dict[str, Any] | None:
-        """The step in which the trainer was fed this episode; None: in none."""
-        entry = self._fed.get(episode_id)
+    def step_of(self, episode_id: str) -> dict[str, Any] | None:
+        """Return the record of the optimizer step that trained on an episode; None if no step did."""
+        entry = self._steps_by_id.get(episode_id)
         return None if entry is None else self.record(entry)
 
     def _check_version(self, file: Path) -> None:
         first = next(frames(file), None)
         if first is not None and first.line is not None:
-            decode(first.line, file)
+            decode(first.line, f"{file}, byte 0")
 
-    def _extend(self, place: _Place) -> None:
-        size = place.file.stat().st_size
-        if size <= place.covered:
+    def _read_new(self, file: Path, progress: _Progress) -> None:
+        size = file.stat().st_size
+        if size <= progress.data:
             return
-        number, index = number_of(place.file), index_of(place.file)
-        entries: list[Entry] = []
+        number, index = number_of(file), index_of(file)
         if index.exists():
             with index.open("rb") as f:
-                f.seek(place.index_at)
+                f.seek(progress.index)
                 raw = f.read()
             whole = raw[: raw.rfind(b"\n") + 1]
-            entries, place.covered = read_entries(whole, place.covered, size, number)
+            entries, progress.data = read_entries(whole, progress.data, size, number)
             if len(entries) == whole.count(b"\n"):
-                place.index_at += len(whole)
+                progress.index += len(whole)
             self._add(entries)
-        place.torn = False
-        for frame in frames(place.file, place.covered) if place.covered < size else ():
+        progress.truncated = False
+        for frame in frames(file, progress.data) if progress.data < size else ():
             if frame.line is None:
-                place.torn = True
+                progress.truncated = True
                 break
-            entry = summary(decode(frame.line, place.file), frame.at, frame.length)
-            entry.file = number
-            place.covered = frame.at + frame.length
-            self._add([entry])
+            record = decode(frame.line, f"{file}, byte {frame.offset}")
+            progress.data = frame.offset + frame.length
+            self._add([index_entry(record, frame.offset, frame.length, number)])
 
-    def _add(self, entries: list[Entry]) -> None:
-        for e in entries:
-            if e.kind == "step":
-                self.steps.append(e)
-                self.advantages.update(e.advantages or {})
-                self._fed.update(dict.fromkeys(e.advantages or (), e))
+    def _add(self, entries: list[IndexEntry]) -> None:
+        for entry in entries:
+            if entry.kind == "step":
+                self.steps.append(entry)
+                self.advantages.update(entry.advantages or {})
+                self._steps_by_id.update(dict.fromkeys(entry.advantages or (), entry))
             else:
-                self.episodes.append(e)
-                self._by_id[e.id] = e
+                self.episodes.append(entry)
+                self._by_id[entry.id] = entry

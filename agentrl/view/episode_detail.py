@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.message_images import Image, image_parts
-from agentrl.store import extras
+from agentrl.store import extra_fields
 from agentrl.store.blobs import Outputs
 from agentrl.types import Provenance
 
@@ -52,7 +52,7 @@ def episode_detail(
     rows = fed_rows(record["episode_id"], fed)
     by_segment = {r["segment_index"]: r for r in rows}
     taught = fed is not None and (fed.get("loss") or {}).get("kind") == "sft"
-    more = {k: v for k, v in extras(record).items() if k not in _HIDDEN}
+    more = {k: v for k, v in extra_fields(record).items() if k not in _HIDDEN}
     return {
         **{k: record[k] for k in _SHOWN},
         **{k: record.get(k) for k in _HIDDEN},

@@ -11,17 +11,20 @@ from operator import attrgetter
 from typing import Any
 
 from agentrl.errors import StoreError
-from agentrl.store import Entry
+from agentrl.store import IndexEntry
 
 FILTERS = ("q", "split", "stop", "status", "step", "group", "least", "most", "replay")
 NUMBERS = ("group", "index", "attempt", "step", "score", "turns", "sampled", "tokens", "version", "seconds", "invalid")
 COLUMNS = (*NUMBERS, "id", "split", "stop", "status", "cause", "rewards", "task", "text", "answer")
-Test = Callable[[Entry], bool]
+Test = Callable[[IndexEntry], bool]
 
 
 def select(
-    entries: Sequence[Entry], query: Mapping[str, str], replayed: Mapping[str, str], advantages: Mapping[str, float]
-) -> list[Entry]:
+    entries: Sequence[IndexEntry],
+    query: Mapping[str, str],
+    replayed: Mapping[str, str],
+    advantages: Mapping[str, float],
+) -> list[IndexEntry]:
     """The entries that pass all filters, in the order asked for.
 
     Raises:
@@ -60,11 +63,11 @@ def _equals(name: str, wanted: Any) -> Test:
     return lambda e: bool(value(e) == wanted)
 
 
-def _haystack(e: Entry) -> str:
+def _haystack(e: IndexEntry) -> str:
     return f"{e.id} {e.task} {e.text} {e.answer or ''} {e.cause or ''}".casefold()
 
 
-def _key(column: str, advantages: Mapping[str, float]) -> Callable[[Entry], Any]:
+def _key(column: str, advantages: Mapping[str, float]) -> Callable[[IndexEntry], Any]:
     if column == "advantage":
         return lambda e: advantages.get(e.id, 0.0)
     if column.startswith("rewards."):

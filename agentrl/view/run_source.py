@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.store import Entry, Recording
+from agentrl.store import IndexEntry, Recording
 from agentrl.view.episode_detail import Decode, episode_detail
 from agentrl.view.episode_list import COLUMNS, FILTERS, select, whole_number
 
@@ -31,7 +31,7 @@ class RunSource:
         self.note = note
         self.recording = Recording(path)
         self._checked = time.monotonic()
-        self._order: tuple[Any, list[Entry]] = (None, [])
+        self._order: tuple[Any, list[IndexEntry]] = (None, [])
         self._replay: tuple[float, dict[str, str]] = (0.0, {})
         self._run = path if path.is_dir() and (path / "config.toml").exists() else None
 
@@ -58,7 +58,7 @@ class RunSource:
         return {
             "name": self.path.resolve().name,
             "state": self.state(),
-            "cut": self.recording.cut,
+            "cut": self.recording.truncated,
             "note": self.note,
             "splits": sorted({e.split for e in episodes}),
             "stops": sorted({e.stop for e in episodes}),
@@ -124,7 +124,7 @@ class RunSource:
         at = ids.index(episode_id)
         return (ids[at - 1] if at else None), (ids[at + 1] if at + 1 < len(ids) else None)
 
-    def _selected(self, query: Mapping[str, str]) -> list[Entry]:
+    def _selected(self, query: Mapping[str, str]) -> list[IndexEntry]:
         """Filtered and sorted; kept until the question or the record changes."""
         asked = tuple(query.get(n, "") for n in (*FILTERS, "sort", "desc"))
         key = (len(self.recording.episodes), len(self.recording.steps), self._replay[0], asked)
@@ -143,7 +143,7 @@ class RunSource:
         entry = self.recording.entry(episode_id)
         made = episode_detail(
             self.recording.record(entry),
-            self.recording.fed(episode_id),
+            self.recording.step_of(episode_id),
             self.decode,
             self.recording.advantages.get(episode_id),
             self.recording.images,

@@ -264,7 +264,7 @@ def test_run_folder_exists(here, model, capsys, words):
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     err = refused(capsys, *words, "--model", str(model), "--run", str(run))
-    assert "exists already" in err
+    assert "already exists" in err
     assert "--resume" not in err, "it is no training run"
     assert [p.name for p in run.iterdir()] == ["precious"]
 
@@ -379,10 +379,10 @@ def test_top_p_is_refused_unless_opted_in(here, capsys):
 
 
 def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
-    assert "is no run folder" in refused(capsys, "train", "--resume", "nowhere")
+    assert "is not a run folder" in refused(capsys, "train", "--resume", "nowhere")
     (here / "run").mkdir()
     (here / "run" / "config.toml").write_text("")
-    assert "is no run that can be resumed" in refused(capsys, "train", "--resume", "run")
+    assert "is a run that cannot be resumed" in refused(capsys, "train", "--resume", "run")
     (here / "run" / "checkpoints").mkdir()
     assert "leave out --lr" in refused(capsys, "train", "--resume", "run", "--lr", "1")
     (here / "c.toml").write_text("")

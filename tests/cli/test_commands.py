@@ -195,7 +195,7 @@ async def test_a_run_that_is_being_written_is_read_so_far_and_left_alone(ready, 
     if "export" in name:
         pytest.importorskip("pyarrow")
     *_, last = read_records(path)
-    truncate(path / "episodes", 0, Recording(path).episodes[-1].at)
+    truncate(path / "episodes", 0, Recording(path).episodes[-1].offset)
     writer = EpisodeWriter(path / "episodes")
     writer.append(last)
     before = contents(path)
@@ -255,7 +255,7 @@ async def test_export_writes_what_it_says_and_nothing_over_a_file(ready, tmp_pat
         assert f"{tmp_path / 'new' / target}: " in capsys.readouterr().out
         before = contents(tmp_path)
         assert await command(*words[f"export {name}"]) == 2
-        assert "exists already" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
         assert contents(tmp_path) == before
     page = (tmp_path / "new" / "e.html").read_text()
     assert "capital Paris" in page or "capital Rome" in page
@@ -274,7 +274,7 @@ async def test_an_export_that_fails_midway_leaves_nothing(ready, tmp_path, capsy
     (file,) = path.glob("episodes/*.zst")
     raw = file.read_bytes()
     last = Recording(path).episodes[-1]
-    file.write_bytes(raw[: last.at] + b"\0" * last.length)
+    file.write_bytes(raw[: last.offset] + b"\0" * last.length)
     before = contents(tmp_path)
     for name in ("export --parquet", "export --hf-dataset"):
         assert await command(*words[name]) == 2

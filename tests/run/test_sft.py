@@ -68,7 +68,7 @@ def test_the_page_shows_what_was_taught(run):
     folder, _ = run
     recording = Recording(folder)
     record = recording.record(recording.entry("1/2-0"))
-    detail = episode_detail(record, recording.fed("1/2-0"), None, 0.0)
+    detail = episode_detail(record, recording.step_of("1/2-0"), None, 0.0)
     (segment,) = detail["segments"]
     taught = [n for n, p in enumerate(segment["provenance"]) if p == 5]
     assert taught

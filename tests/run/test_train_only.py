@@ -96,7 +96,7 @@ def test_an_existing_run_folder_is_left_alone(run, tokenizer_dir, capsys, monkey
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     words = ["train", "--train-only", run, "--run", run, "--hf-checkpoint", tokenizer_dir, "--eval-interval", "0"]
     assert main(list(map(str, words))) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 

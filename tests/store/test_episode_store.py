@@ -200,7 +200,7 @@ def test_a_newer_version_is_refused(tmp_path):
 
 @pytest.mark.parametrize("value", [5, [], {"a": 1}, {"version": "x"}])
 def test_what_is_no_episode_is_said(tmp_path, value):
-    with pytest.raises(StoreError, match="no episode"):
+    with pytest.raises(StoreError, match="not an episode record"):
         list(read_records(frame(tmp_path, value)))
 
 

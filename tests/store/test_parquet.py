@@ -6,7 +6,7 @@ import pytest
 from doubles import OBSERVATION, PROMPT, SAMPLED, span, trajectory
 
 from agentrl.errors import ConfigError
-from agentrl.store import extras, from_record, to_record
+from agentrl.store import extra_fields, from_record, to_record
 from agentrl.store.parquet import rows_of, write_hf_dataset, write_parquet
 from agentrl.train.sample import to_samples
 
@@ -27,7 +27,7 @@ def test_rows_hold_the_arrays_of_the_samples():
     ]
     assert [v or 0.0 for v in rows[0]["log_probs"][2:]] == samples[0].rollout_log_probs
     assert from_record(json.loads(rows[0]["record"])) == from_record(json.loads(json.dumps(record)))
-    assert extras(json.loads(rows[0]["record"])) == {"step": 0, "split": "train"}
+    assert extra_fields(json.loads(rows[0]["record"])) == {"step": 0, "split": "train"}
 
 
 def test_no_column_is_of_a_type_that_datasets_cannot_read(tmp_path):
@@ -56,7 +56,7 @@ def test_a_file_and_a_dataset_are_written_once(tmp_path):
     table = pq.read_table(tmp_path / "a.parquet").to_pylist()
     assert table[3]["tokens"] == [1, 2, 3, 4, 5, 6]
     assert table[2]["rewards"] == [{"name": "r", "value": 0.5}]
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_parquet(tmp_path / "a.parquet", records())
     assert write_hf_dataset(tmp_path / "d", records()) == 6
     assert "data/*.parquet" in (tmp_path / "d" / "README.md").read_text()

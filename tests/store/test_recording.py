@@ -13,7 +13,7 @@ from agentrl.store import (
     Recording,
     all_records,
     encode,
-    extras,
+    extra_fields,
     from_record,
     read_records,
     to_record,
@@ -51,7 +51,7 @@ def test_record_read_record_is_equal_to_the_byte(tmp_path):
     write(tmp_path, range(6), split="train", note={"a": [1.5, "ü", None]})
     for record in all_records(tmp_path):
         line = encode(record)
-        assert encode(to_record(from_record(json.loads(line)), **extras(record))) == line
+        assert encode(to_record(from_record(json.loads(line)), **extra_fields(record))) == line
 
 
 @pytest.mark.parametrize("lost", [1, 9, 60])
@@ -61,7 +61,7 @@ def test_a_half_written_record_is_skipped_with_a_count(tmp_path, lost):
     file.write_bytes(file.read_bytes()[:-lost])
     write(tmp_path, [7])
     recording, cut = Recording(tmp_path), []
-    assert (ids(recording), recording.cut) == (["0-0", "1-0", "7-0"], 1)
+    assert (ids(recording), recording.truncated) == (["0-0", "1-0", "7-0"], 1)
     assert [r["index"] for r in read_records(tmp_path, cut.append)] == [0, 1, 7]
     assert cut == [file]
 
@@ -95,10 +95,10 @@ def test_a_record_that_is_being_written_is_taken_in_when_it_is_whole(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
     recording = Recording(tmp_path)
-    assert (ids(recording), recording.cut) == (["0-0"], 1)
+    assert (ids(recording), recording.truncated) == (["0-0"], 1)
     file.write_bytes(whole)
     assert recording.refresh() == 1
-    assert (ids(recording), recording.cut) == (["0-0", "1-0"], 0)
+    assert (ids(recording), recording.truncated) == (["0-0", "1-0"], 0)
 
 
 def test_going_back_takes_the_index_along(tmp_path):
@@ -136,8 +136,8 @@ def test_steps_lie_beside_the_episodes_and_are_no_episodes(tmp_path):
     assert [r["index"] for r in read_records(tmp_path)] == [0]
     recording = Recording(tmp_path)
     assert recording.advantages == {"0-0": -0.5}
-    assert recording.fed("0-0")["optimizer_step"] == 1
-    assert recording.fed("nobody") is None
+    assert recording.step_of("0-0")["optimizer_step"] == 1
+    assert recording.step_of("nobody") is None
 
 
 def test_an_episode_that_does_not_exist_is_said_with_a_suggestion(tmp_path):

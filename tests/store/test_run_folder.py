@@ -1,4 +1,4 @@
-"""A run folder belongs to one run at a time, and a resumed run cuts nothing that another one is still writing."""
+"""A run folder belongs to one run at a time, and a resumed run removes nothing that another process is still writing."""
 
 import subprocess
 import sys
@@ -32,12 +32,12 @@ def written(folder):
     return {p.name: p.read_bytes() for p in folder.path.iterdir() if p.is_file()}
 
 
-def test_a_run_that_goes_on_is_not_resumed(config, capsys):
+def test_an_active_run_is_not_resumed(config, capsys):
     folder = begun(config)
     for step in range(3):
         folder.metrics.write({"step": step})
     before = written(folder)
-    with pytest.raises(StoreError, match="still going on"):
+    with pytest.raises(StoreError, match="still active"):
         RunFolder.reopen(folder.path, config, "another version", {})
     assert main(["train", "--resume", str(folder.path)]) == 2
     assert written(folder) == before
@@ -48,7 +48,7 @@ def test_a_run_that_goes_on_is_not_resumed(config, capsys):
     again.close()
 
 
-def test_it_is_cut_back_to_its_checkpoint_and_written_on(config):
+def test_a_resumed_run_is_truncated_to_its_checkpoint(config):
     folder = RunFolder.create(config, __version__)
     folder.metrics.write({"step": 0})
     folder.save(1, {"step": 1}, lambda path: path.mkdir())
@@ -65,7 +65,7 @@ def test_it_is_cut_back_to_its_checkpoint_and_written_on(config):
 
 HOLD = """
 import sys
-from agentrl.store.run_folder import JsonLines
+from agentrl.store.json_lines import JsonLines
 lines = JsonLines(__import__("pathlib").Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -78,7 +78,7 @@ def test_the_folder_of_a_killed_run_is_free(config):
     command = [sys.executable, "-c", HOLD, str(folder.path / "metrics.jsonl")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(StoreError, match="still going on"):
+        with pytest.raises(StoreError, match="still active"):
             RunFolder.reopen(folder.path, config, __version__, {})
         other.kill()
     RunFolder.reopen(folder.path, config, __version__, {}).close()
@@ -86,29 +86,29 @@ def test_the_folder_of_a_killed_run_is_free(config):
 
 def test_nothing_is_overwritten(config):
     RunFolder.create(config, __version__).close()
-    with pytest.raises(ConfigError, match=r"exists already; choose another with --run$"):
+    with pytest.raises(ConfigError, match=r"already exists; choose another with --run$"):
         RunFolder.create(config, __version__)
     (Path(config.run.run) / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match=r"exists already; .* or go on with it: agentrl train --resume"):
+    with pytest.raises(ConfigError, match=r"already exists; .* or resume the run: agentrl train --resume"):
         RunFolder.create(config, __version__)
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "guess.py").touch()
     config = build_config({"run": str(tmp_path / "guess.py" / "x")})
-    with pytest.raises(ConfigError, match=r"guess\.py/x cannot be made: Not a directory; choose another with --run"):
+    with pytest.raises(ConfigError, match=r"guess\.py/x cannot be created: Not a directory; choose another with --run"):
         RunFolder.create(config, "1")
 
 
-def test_what_is_no_training_run_is_not_resumed_and_stays_whole(config, capsys):
+def test_a_folder_without_training_is_not_resumed_and_stays_unchanged(config, capsys):
     folder = RunFolder.create(config, __version__)
     folder.metrics.write({"step": 0})
     folder.episodes.write(trajectory(), split="train")
     folder.close()
     before = written(folder)
     assert main(["train", "--resume", str(folder.path)]) == 2
-    assert "is no run that can be resumed" in capsys.readouterr().err
-    with pytest.raises(StoreError, match="is no run that can be resumed"):
+    assert "is a run that cannot be resumed" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="is a run that cannot be resumed"):
         last_checkpoint(folder.path, config)
     assert written(folder) == before
     assert len(Recording(folder.path).episodes) == 1
@@ -117,11 +117,11 @@ def test_what_is_no_training_run_is_not_resumed_and_stays_whole(config, capsys):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"step": 3, "recorded": True}, "was made by --train-only and has no rollouts of its own"),
-        ({"step": 3}, "has done 3 rollouts; --num-rollout 1 is fewer"),
+        ({"step": 3, "recorded": True}, "was made by --train-only and has no rollouts to resume; start a new run"),
+        ({"step": 3}, "has completed 3 rollouts, more than --num-rollout 1; set --num-rollout to at least 3"),
     ],
 )
-def test_what_cannot_go_on_from_its_checkpoint_is_refused(config, state, message):
+def test_a_checkpoint_that_cannot_be_resumed_is_refused(config, state, message):
     folder = RunFolder.create(config, __version__)
     folder.save(3, state, lambda path: path.mkdir())
     folder.close()
@@ -130,7 +130,7 @@ def test_what_cannot_go_on_from_its_checkpoint_is_refused(config, state, message
         last_checkpoint(folder.path, fewer)
 
 
-def test_a_finished_run_is_resumed_with_the_number_it_has(config):
+def test_a_finished_run_may_be_resumed_with_its_own_num_rollout(config):
     folder = RunFolder.create(config, __version__)
     folder.save(3, {"step": 3}, lambda path: path.mkdir())
     folder.close()

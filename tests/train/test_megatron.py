@@ -186,7 +186,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path, settings, world):
         assert (trainer.free_mib() is None) is not torch.cuda.is_available()
         trainer.load(tmp_path / "checkpoint")  # in the same process, over other state
         assert trainer.export_weights(tmp_path / "again").fingerprint == marks[0]
-        with pytest.raises(StoreError, match="exists already"):
+        with pytest.raises(StoreError, match="already exists"):
             trainer.save(tmp_path / "checkpoint")
     with start(model, tmp_path / "b", **options) as fresh:
         fresh.load(tmp_path / "checkpoint")

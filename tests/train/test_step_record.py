@@ -39,7 +39,7 @@ def test_rows_from_the_record_are_the_rows_that_were_trained_on(tmp_path):
     writer.close()
 
     recording = Recording(tmp_path)
-    record = recording.fed("1-0")
+    record = recording.step_of("1-0")
     stored = {e.id: to_samples(from_record(recording.record(e))) for e in recording.episodes}
     again = rebuild_rows(record, lambda episode, segment: stored[episode][segment])
     assert [s for each in stored.values() for s in each] == made
@@ -65,7 +65,7 @@ def test_the_log_probs_of_a_single_step_are_kept_beside_the_rows(tmp_path):
     writer.write_step(**step_record(rows, None, current, step=0))
     writer.close()
     recording = Recording(tmp_path)
-    record = recording.fed("0-0")
+    record = recording.step_of("0-0")
     for kept, row, values in zip(record["rows"], rows, current, strict=True):
         assert np.float32(kept["log_probs"]).tobytes() == values[row.weights > 0].tobytes()
     by_id = {t.episode_id: to_samples(t) for t in episodes()}

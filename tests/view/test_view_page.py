@@ -227,7 +227,7 @@ def test_an_episode_that_does_not_exist_is_said(browser, run):
 def test_the_exported_file_opens_by_itself(browser, tmp_path):
     make_run(tmp_path / "run").close()
     recording = Recording(tmp_path / "run")
-    detail = episode_detail(recording.record(recording.entry("0-0")), recording.fed("0-0"), decode, 0.7071)
+    detail = episode_detail(recording.record(recording.entry("0-0")), recording.step_of("0-0"), decode, 0.7071)
     (tmp_path / "e.html").write_text(html_of(detail), encoding="utf-8")
     open_page(browser, (tmp_path / "e.html").as_uri())
     assert "episode 0-0" in text(browser, "h1")

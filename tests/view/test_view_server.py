@@ -218,7 +218,7 @@ def test_pieces_add_up_also_where_a_character_is_spread_over_tokens(tokenizer):
 
 def test_the_export_holds_the_text_as_data_only(tmp_path, writer):
     recording = Recording(tmp_path / "run")
-    detail = episode_detail(recording.record(recording.entry("0-0")), recording.fed("0-0"), decode, 0.7071)
+    detail = episode_detail(recording.record(recording.entry("0-0")), recording.step_of("0-0"), decode, 0.7071)
     page = html_of(detail)
     assert "<img" not in page
     assert page.count("<script") == 3

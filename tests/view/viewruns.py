@@ -7,7 +7,7 @@ from doubles import OBSERVATION, PROMPT, SAMPLED, span, trajectory
 
 from agentrl.store import EpisodeWriter, to_record
 from agentrl.store.episode_files import index_of
-from agentrl.store.episode_index import summary, write_entry
+from agentrl.store.episode_index import index_entry, write_entry
 from agentrl.store.episode_record import encode
 from agentrl.types import Action, Observation, Provenance, StopReason, ToolCall, ToolResult, Turn
 
@@ -142,7 +142,7 @@ def make_large_run(folder: Path, episodes: int) -> None:
     with data.open("wb") as d, index_of(data).open("wb") as x:
         for i in range(episodes):
             d.write(frame)
-            entry = summary(record, i * len(frame), len(frame))
+            entry = index_entry(record, i * len(frame), len(frame))
             entry.id, entry.index, entry.group, entry.step, entry.score = (
                 f"{i}-0",
                 i,

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.core.atomic_write import new_folder
 from agentrl.core.ports import free_port
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, StoreError
 from agentrl.train.base import Floats, LossConfig, Row
 from agentrl.train.batch_plan import plan
-from agentrl.train.megatron.hf_folder import copy_model_files, new_folder
+from agentrl.train.megatron.hf_folder import copy_model_files
 from agentrl.train.megatron.megatron_settings import Setup, world
 from agentrl.train.megatron.rank_pool import Workers
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, metrics

@@ -1,0 +1,51 @@
+"""Files and folders that appear complete or not at all: they are written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.errors import StoreError
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`. It is synced to disk and renamed to `path` at the end, or removed if the block raises.
+
+    Raises:
+        StoreError: `path` already exists.
+    """
+    if path.exists():
+        raise StoreError(f"{path} already exists; choose a new folder")
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as f:
+                os.fsync(f.fileno())
+    folder.rename(path)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to. It is renamed to `path` at the end, or removed if the block raises.
+
+    A file at `path` is replaced. Any number of processes and threads may write the same file at the same time.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,53 @@
+"""JSON Lines files: one JSON object per line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.errors import StoreError
+from agentrl.store.file_lock import try_lock
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Return the rows of a file without a half-written last line; [] if there is no file."""
+    raw = path.read_bytes() if path.exists() else b""
+    return [orjson.loads(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+
+
+class JsonLines:
+    """A JSON Lines file that is flushed after each row and can be truncated to an earlier position."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file.
+
+        Raises:
+            StoreError: another process is writing it.
+        """
+        self.path = path
+        self._file = path.open("ab")
+        if not try_lock(self._file):
+            self._file.close()
+            raise StoreError(f"{path} is being written by a run that is still active; stop that run first")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+        self._file.flush()
+
+    def position(self) -> int:
+        """Return the size of the file in bytes."""
+        return self._file.tell()
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+        self._file.seek(0, os.SEEK_END)
+
+    def rows(self) -> list[Any]:
+        return read_json_lines(self.path)
+
+    def close(self) -> None:
+        self._file.close()
