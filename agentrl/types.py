@@ -18,7 +18,7 @@ from enum import Enum, IntEnum
 from itertools import chain
 from typing import Any
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.errors import ContractError, InvariantError
 
 Message = dict[str, Any]
@@ -263,7 +263,7 @@ class Segment:
 
     spans: tuple[Span, ...]
     agent_id: str = "policy"
-    images: tuple[Placed, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     """where images stand, in order"""
 
     @property

@@ -77,7 +77,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedImage:
     """An image in a segment: the tokens that stand for it."""
 
     image: Image

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.errors import ConfigError, EngineFailure
 from agentrl.types import FinishReason
 
@@ -81,7 +81,7 @@ class Generator(Protocol):
     """What an episode needs of an engine: sample continuations, then end the session."""
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """Sample a continuation of `ids`.
 

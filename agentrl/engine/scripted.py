@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode, StopFinder, uniform
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure, boundary
@@ -89,7 +89,7 @@ class ScriptedEngine:
         """Nothing to do."""
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """Answer from the script; see `Engine.generate`."""
         self._check_awake()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.core.message_images import Image, Placed
+from agentrl.core.message_images import Image, PlacedImage
 from agentrl.errors import TemplateError
 from agentrl.render.base import Pieces
 from agentrl.render.delta_template import merged
@@ -82,14 +82,14 @@ class Images:
             out.append((kind, ids[at:]))
         return merged(out)
 
-    def placed(self, pieces: Pieces, images: Sequence[Image]) -> list[Placed]:
+    def placed(self, pieces: Pieces, images: Sequence[Image]) -> list[PlacedImage]:
         """Where the images stand in pieces that were expanded, counted from their beginning."""
         ids = list(itertools.chain.from_iterable(part for _, part in pieces))
-        out: list[Placed] = []
+        out: list[PlacedImage] = []
         end = 0
         for image in images:
             at, n = ids.index(self.placeholder_id, end), self.tokens(image)
-            out.append(Placed(image, at, n))
+            out.append(PlacedImage(image, at, n))
             end = at + n
         return out
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from agentrl.core.message_images import Image, Placed, image_parts, images_in
+from agentrl.core.message_images import Image, PlacedImage, image_parts, images_in
 from agentrl.errors import TemplateError
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.chat_template import ChatTemplate
@@ -169,7 +169,7 @@ class Renderer:
             body = self._rendered(adapted, kinds[0], proof)
         return Delta(self._with_images(merged((*lead, *body)), adapted, Provenance.OBSERVATION))
 
-    def placed(self, pieces: Pieces, messages: Sequence[Message]) -> list[Placed]:
+    def placed(self, pieces: Pieces, messages: Sequence[Message]) -> list[PlacedImage]:
         """Where the images of messages stand in the pieces that they were rendered to, counted from the first of these."""
         images = images_in(messages)
         return self._images().placed(pieces, images) if images else []

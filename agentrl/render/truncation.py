@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.render.base import Delta, Pieces
 from agentrl.render.renderer import Renderer
 from agentrl.types import Message, Provenance
@@ -21,7 +21,7 @@ class Next:
     """How the context goes on after a turn."""
 
     pieces: Pieces
-    images: list[Placed]
+    images: list[PlacedImage]
     """where they stand in the pieces"""
     opens: str | None
     """why the pieces are the beginning of a new segment; None: they follow the context"""

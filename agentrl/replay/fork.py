@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env
@@ -47,7 +47,7 @@ class ForkEngine(PlaybackEngine):
         self.live, self.at, self.seed = live, turn, seed
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """The recorded generation, or a new one."""
         if self.turn < self.at:

@@ -11,7 +11,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.core.timeout_pool import is_async
 from agentrl.engine.base import Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
@@ -54,7 +54,7 @@ class PlaybackEngine:
         self.departure: Departure | None = None
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """The recorded generation of this turn."""
         turns, index = self.recorded.turns, self.turn

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 import socket
@@ -186,7 +187,7 @@ class _Process:
         """Start one and ask it all that is not answered."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _SPAWN.Process(target=serve, args=(self._owner.make, theirs), name=self._name)
+            self._process = _SPAWN.Process(target=serve, args=(self._owner.make, theirs, os.getpid()), name=self._name)
             self._hang_up = Finalize(
                 self, _shut, (ours,), exitpriority=1
             )  # also at exit, where processes are waited for

@@ -18,6 +18,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
+from agentrl.core.child_process import exit_with_parent
 from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError, ContractError, UsageError, WorkerError
 from agentrl.rollout.episode import EpisodeRunner
@@ -37,6 +38,8 @@ from agentrl.types import (
 
 BEAT_S = 5.0
 """between signs of life"""
+ORPHAN_GRACE_S = 120.0
+"""for closing what runs, after the controller is gone"""
 _HEAD = struct.Struct("!BQQ")
 _SAME = Task("", "")
 """in the place of a task that the controller has"""
@@ -93,8 +96,11 @@ class Channel:
         return Kind(kind), number, await self._reader.readexactly(length)
 
 
-def serve(make: Make, sock: socket.socket) -> None:
-    """The process."""
+def serve(make: Make, sock: socket.socket, controller: int) -> None:
+    """Run the process, a child of `controller`."""
+    exit_with_parent(
+        controller, ORPHAN_GRACE_S
+    )  # the end of the stream suffices, unless user code blocks the event loop
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the controller, which then hangs up
     with fewer_collections:
         asyncio.run(_serve(make, sock))

@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
 from agentrl.types import Provenance, Segment, Span
@@ -32,7 +32,7 @@ class Recorder:
         *,
         turn: int = -1,
         agent_id: str = "policy",
-        images: Iterable[Placed] = (),
+        images: Iterable[PlacedImage] = (),
     ) -> int:
         """Begin a segment; returns its index. `images`: where they stand in the pieces.
 
@@ -48,11 +48,11 @@ class Recorder:
         return self._current[agent_id]
 
     def extend(
-        self, pieces: Iterable[Piece], *, turn: int, agent_id: str = "policy", images: Iterable[Placed] = ()
+        self, pieces: Iterable[Piece], *, turn: int, agent_id: str = "policy", images: Iterable[PlacedImage] = ()
     ) -> None:
         """Append tokens that were not sampled to the agent's current segment. Empty pieces are left out."""
         segment = self._segments[self._current[agent_id]]
-        segment.images += [Placed(p.image, p.at + len(segment.ids), p.tokens) for p in images]
+        segment.images += [PlacedImage(p.image, p.at + len(segment.ids), p.tokens) for p in images]
         for provenance, ids in pieces:
             if ids:
                 segment.add(Span(provenance, tuple(ids), turn))
@@ -82,7 +82,7 @@ class Recorder:
         segment.lent = True
         return segment.ids
 
-    def images(self, agent_id: str = "policy") -> tuple[Placed, ...]:
+    def images(self, agent_id: str = "policy") -> tuple[PlacedImage, ...]:
         """The images of the agent's current segment and where they stand in `context`."""
         return tuple(self._segments[self._current[agent_id]].images)
 
@@ -143,7 +143,7 @@ class _Open:
         self.agent_id = agent_id
         self.spans: list[Span] = []
         self.ids: list[int] = []
-        self.images: list[Placed] = []
+        self.images: list[PlacedImage] = []
         self.lent = False
         """somebody has `ids`, so it is replaced and not extended: no two lists of it while an engine works"""
         self._crc = self._summed = 0

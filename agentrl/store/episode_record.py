@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.core.message_images import Image, Placed, is_image
+from agentrl.core.message_images import Image, PlacedImage, is_image
 from agentrl.errors import StoreError
 from agentrl.types import (
     Action,
@@ -203,7 +203,7 @@ def _read_result(r: Mapping[str, Any], images: Path | None) -> ToolResult:
 
 
 def _read_segment(s: Mapping[str, Any], images: Path | None) -> Segment:
-    placed = tuple(Placed(_image(p["sha256"], images), p["at"], p["tokens"]) for p in s.get("images", ()))
+    placed = tuple(PlacedImage(_image(p["sha256"], images), p["at"], p["tokens"]) for p in s.get("images", ()))
     return Segment(tuple(map(_read_span, s["spans"])), s["agent_id"], placed)
 
 

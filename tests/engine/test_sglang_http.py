@@ -9,7 +9,7 @@ from doubles import until, weights
 from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
-from agentrl.core.message_images import Placed, as_image
+from agentrl.core.message_images import PlacedImage, as_image
 from agentrl.engine.base import SamplingParams, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
@@ -53,7 +53,7 @@ async def test_what_is_asked_and_what_is_read(engine, double):
 async def test_images_go_beside_the_ids_one_placeholder_each(double, engine):
     images = [as_image({"image": Pil.new("RGB", (9, n), "red")}) for n in (4, 5)]
     ids = [1, 77, 77, 77, 2, 77, 77, 3]
-    placed = [Placed(images[0], 1, 3), Placed(images[1], 5, 2)]
+    placed = [PlacedImage(images[0], 1, 3), PlacedImage(images[1], 5, 2)]
     double.image_tokens = (3, 2)
     g = await engine.generate(ids, FIVE, session="a", images=placed)
     assert g.ids == (4, 5, 6, 7, 8)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from template_models import data_file, tokenizer
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import Generation
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.render.images import Images
@@ -68,7 +68,7 @@ class VisionEngine:
     def __init__(self, renderer, model, texts):
         self.renderer, self.model, self.texts = renderer, model, texts
         self.turns: dict[str, int] = {}
-        self.asked: list[tuple[list[int], tuple[Placed, ...]]] = []
+        self.asked: list[tuple[list[int], tuple[PlacedImage, ...]]] = []
 
     async def generate(self, ids, sampling, *, session, images=()):
         turn = self.turns.get(session, 0)

@@ -16,7 +16,7 @@ from doubles import until
 from sglang_double import Double
 
 from agentrl.config import build_config
-from agentrl.engine.sglang.server_process import session_members
+from agentrl.core.child_process import session_members
 from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
 from agentrl.rollout import process_pool as runners
 from agentrl.run.components import Components

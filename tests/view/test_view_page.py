@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from viewruns import EVIL, add_group, decode, episode, fed, make_large_run, make_run
 
-from agentrl.core.message_images import Placed, as_image
+from agentrl.core.message_images import PlacedImage, as_image
 from agentrl.store import EpisodeWriter, Recording
 from agentrl.types import Observation
 from agentrl.view.episode_detail import episode_detail
@@ -254,7 +254,7 @@ def test_images_are_shown_from_the_record_and_ask_for_nothing(browser, tmp_path)
     t = episode(0, 0, 1.0)
     parts = [{"type": "text", "text": EVIL}, *({"type": "image", "image": i} for i in (there, gone))]
     turn = dataclasses.replace(t.turns[0], observation=Observation(({"role": "user", "content": parts},)))
-    shown = (Placed(there, 2, 1), Placed(gone, 3, 1))
+    shown = (PlacedImage(there, 2, 1), PlacedImage(gone, 3, 1))
     segment = dataclasses.replace(t.segments[0], images=shown)
     writer = EpisodeWriter(tmp_path / "run")
     writer.write(dataclasses.replace(t, turns=(turn, t.turns[1]), segments=(segment,)))

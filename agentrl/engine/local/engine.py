@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.local.model import LocalModel
 from agentrl.engine.local.scheduler import Request, Scheduler
@@ -90,7 +90,7 @@ class LocalEngine:
         await self._call(lambda: None)
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is forgotten by the engine."""
         scheduler = self._ready()

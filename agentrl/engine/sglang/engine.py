@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sglang.api import QUICK_S, SGLangServer
 from agentrl.engine.sglang.protocol import (
@@ -98,7 +98,7 @@ class SGLangEngine(SGLangServer):
     # -- generation --------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is given up by the server too."""
         facts = self.facts
@@ -140,7 +140,7 @@ class SGLangEngine(SGLangServer):
         ids: list[int],
         sampling: SamplingParams,
         room: int,
-        images: Sequence[Placed],
+        images: Sequence[PlacedImage],
         *,
         seeded: bool,
     ) -> Any:

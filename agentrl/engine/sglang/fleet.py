@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
 from agentrl.engine.sglang.engine import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
 from agentrl.engine.sglang.supervisor import Failures, Member, Members, failures_of
@@ -23,7 +23,7 @@ class Fleet(Members):
     """An `Engine` made of servers."""
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[Placed] = ()
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """Ask the session's server; see `Engine.generate`."""
         member = await self._member_of(session)

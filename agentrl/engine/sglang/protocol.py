@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.core.message_images import Placed
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.types import FinishReason
@@ -104,7 +104,7 @@ def request_body(ids: list[int], sampling: SamplingParams, room: int, rid: str, 
     return {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
 
 
-def with_images(body: dict[str, Any], images: Sequence[Placed]) -> dict[str, Any]:
+def with_images(body: dict[str, Any], images: Sequence[PlacedImage]) -> dict[str, Any]:
     """The body of a request with images: one placeholder each, which SGLang expands itself, and the wish to hear what that gave.
 
     The other ids it leaves as they are (`SGLANG_MM_AVOID_RETOKENIZE`, on by default since 0.5.17; `check_prompt` would show if not).
