@@ -38,6 +38,7 @@ from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
     from agentrl.engine.sglang.plan import ServerPlan
+    from agentrl.train.base import Trainer
     from agentrl.weight_sync.base import WeightSync
 
 
@@ -196,31 +197,32 @@ class Components:
             threads=self.threads,
         )
 
-    def weight_sync(self) -> WeightSync:
-        """How the trainer's weights reach the engine."""
+    def weight_sync(self, engine: Engine) -> WeightSync:
+        """The way the trainer's weights reach `engine`."""
+        from agentrl.engine.sglang.fleet import Fleet
         from agentrl.engine.sglang.plan import on_cards, sync_kind
         from agentrl.engine.weight_files import weight_bytes
         from agentrl.weight_sync.base import memory_for
-        from agentrl.weight_sync.broadcast import SplitSync
+        from agentrl.weight_sync.broadcast import BroadcastSync
         from agentrl.weight_sync.colocated import ColocatedSync
-        from agentrl.weight_sync.disk import DiskSync
+        from agentrl.weight_sync.disk import DiskSync, LocalDiskSync
 
         e = self.config.engine
+        if e.update_weight_disk_dir:
+            folder: Path | None = Path(e.update_weight_disk_dir).absolute()
+        else:
+            folder = memory_for(weight_bytes(self.folder))
+        if self.servers is None or not isinstance(engine, Fleet):
+            return LocalDiskSync(engine, folder)
         kind = sync_kind(e)
-        folder = (
-            Path(e.update_weight_disk_dir).absolute()
-            if e.update_weight_disk_dir
-            else memory_for(weight_bytes(self.folder))
-        )
-        if self.servers is None or kind == "disk":
-            return DiskSync(folder)
+        if kind == "disk":
+            return DiskSync(engine, folder)
         if kind == "split":
-            return SplitSync(folder, bucket_bytes=e.update_weight_buffer_size)
-        return ColocatedSync(
-            folder, bucket_bytes=e.update_weight_buffer_size, memory_in_turns=e.colocate and on_cards(self.servers)
-        )
+            return BroadcastSync(engine, folder, bucket_bytes=e.update_weight_buffer_size)
+        share_gpus = e.colocate and on_cards(self.servers)
+        return ColocatedSync(engine, folder, bucket_bytes=e.update_weight_buffer_size, share_gpus=share_gpus)
 
-    def trainer(self, run_dir: Path, *, reference: bool) -> Any:
+    def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """The trainer's ranks, started (takes seconds: imports torch and megatron in every rank)."""
         from agentrl.train.megatron.trainer import MegatronTrainer
 

@@ -21,7 +21,7 @@ from agentrl.run.components import Components
 from agentrl.run.training import Print
 from agentrl.store import Recording, from_record
 from agentrl.store.run_folder import RunFolder
-from agentrl.train.base import LossConfig
+from agentrl.train.base import LossConfig, Trainer
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import Sample, to_samples
 from agentrl.train.step_record import step_record
@@ -59,7 +59,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
 
 
 def _step(
-    trainer: Any, folder: RunFolder, config: Config, batch: Sequence[Sample], step: int, rate: float
+    trainer: Trainer, folder: RunFolder, config: Config, batch: Sequence[Sample], step: int, rate: float
 ) -> dict[str, float]:
     """One optimizer step and its record."""
     loss = LossConfig(kind="sft")

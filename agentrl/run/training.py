@@ -106,7 +106,7 @@ class Job:
         self.engine: Engine = self.components.engine(self.folder.path)
         self.collector = Collector(components, self.engine, self.folder, self.report)
         self.trainer: Any = None
-        self.weights = self.components.weight_sync()
+        self.weights = self.components.weight_sync(self.engine)
         self.row: dict[str, float] = {}
         """metrics of the step under way"""
         self.seconds: dict[str, float] = {}
@@ -128,10 +128,10 @@ class Job:
         )
         if self.checkpoint is not None:
             await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")
-        await self.weights.begin(self.trainer, self.engine)
+        await self.weights.begin(self.trainer)
         if self.checkpoint is not None or (await self.engine.health()).policy_version != self.policy_version:
-            await self.weights.yield_gpu(self.trainer, self.engine)
-            await self.weights.sync(self.trainer, self.engine, self.policy_version)
+            await self.weights.yield_gpu(self.trainer)
+            await self.weights.sync(self.trainer, self.policy_version)
         if self.checkpoint is not None:
             self.out(f"resumed after rollout {self.step} from {self.checkpoint}")
 
@@ -154,7 +154,7 @@ class Job:
     async def optimize(self, groups: Sequence[Group]) -> None:
         """Advantages, rows, and `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
-        await self.weights.yield_gpu(self.trainer, self.engine)
+        await self.weights.yield_gpu(self.trainer)
         lr, loss = learning_rate(self.config, self.step), loss_config(self.config.train)
         steps = await with_log_probs(
             self.trainer, step_rows(groups, self.config), reference=self.config.train.use_kl_loss
@@ -178,7 +178,7 @@ class Job:
         if self.row["train/steps"]:
             self.policy_version += 1
         if self.row["train/steps"] or self.weights.gpu_yielded:
-            await self.weights.sync(self.trainer, self.engine, self.policy_version)
+            await self.weights.sync(self.trainer, self.policy_version)
             self.row |= self.weights.metrics()
         self.row["policy_version"] = self.policy_version
         self.seconds["sync_s"] = time.perf_counter() - started
@@ -222,13 +222,13 @@ class Job:
             "source": self.source.state_dict(),
             "report": self.report.state_dict(),
         }
-        await self.weights.yield_gpu(self.trainer, self.engine, keep_weights=True)
+        await self.weights.yield_gpu(self.trainer, keep_weights=True)
         await asyncio.to_thread(self.folder.save, step, state, self.trainer.save)
-        await self.weights.reclaim_gpu(self.trainer, self.engine)
+        await self.weights.reclaim_gpu(self.trainer)
 
     async def finish(self) -> None:
         """Export the weights, draw the curve, write the summary."""
-        await self.weights.yield_gpu(self.trainer, self.engine, keep_weights=True)
+        await self.weights.yield_gpu(self.trainer, keep_weights=True)
         await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
         self.report.finish(self.folder.path, self.config)
         self.out(self.report.closing(self.folder.path))

@@ -1,14 +1,13 @@
-"""The Trainer protocol and the batch it is fed. numpy only: torch stays behind the protocol.
+"""The `Trainer` protocol, its rows, and its loss settings. numpy only: torch stays behind the protocol.
 
-Everything about normalisation is decided before the trainer sees a batch: `Row.weights` holds, for every token, mask / denominator
-with the global denominator already in it (design §7). The trainer adds up weight × loss and nothing else, so any split into
-micro-batches, DP, CP or PP gives the same gradient.
+All normalisation happens before the trainer sees a batch: `Row.weights` holds mask / global denominator for every token. The trainer adds up
+weight × loss and nothing else, so any split into micro-batches, data parallel or pipeline parallel ranks gives the same gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample as the trainer takes it. Arrays have one entry per token; entry t speaks of token t given tokens < t (entry 0: nothing)."""
+    """One training sequence. Every array has one entry per token; entry t belongs to the prediction of token t from the tokens before it."""
 
     tokens: NDArray[np.int32]
     weights: Floats
@@ -31,41 +30,41 @@ class Row:
     advantages: Floats
     """0 where the token is not trained"""
     rollout_log_probs: Floats
-    """by the engine; 0 where not sampled"""
+    """the engine's; 0 where the token was not sampled"""
     temperature: Floats
-    """that the token was sampled at; 1 elsewhere (and for greedy turns)"""
+    """the sampling temperature; 1 for tokens that were not sampled, and for greedy turns"""
     old_log_probs: Floats | None = None
-    """by the trainer with the weights at the start of the step; None: the loss takes its own, detached (ratio 1)"""
+    """the trainer's, with the weights before the first optimizer step of the rollout; None: the loss uses its own, detached (ratio 1)"""
     ref_log_probs: Floats | None = None
-    """by the frozen reference; needed for KL"""
+    """the frozen reference model's; required for the KL term"""
     source: tuple[str, int] = ("", 0)
-    """episode id and segment that it was made from, for the record"""
+    """(episode id, segment index) that the row was made from"""
 
     def __post_init__(self) -> None:
-        n = len(self.tokens)
+        length = len(self.tokens)
         for name in ("weights", "advantages", "rollout_log_probs", "temperature", "old_log_probs", "ref_log_probs"):
-            a = getattr(self, name)
-            if a is None:
+            values = getattr(self, name)
+            if values is None:
                 continue
-            if a.shape != (n,):
-                raise InvariantError(f"Row.{name} has shape {a.shape}, tokens {(n,)}")
-            if not np.isfinite(a).all():
-                raise InvariantError(f"Row.{name} is not finite at {int(np.flatnonzero(~np.isfinite(a))[0])}")
-        if n and self.weights[0] != 0:
+            if values.shape != (length,):
+                raise InvariantError(f"Row.{name} has shape {values.shape}, tokens {(length,)}")
+            if not np.isfinite(values).all():
+                raise InvariantError(f"Row.{name} is not finite at {int(np.flatnonzero(~np.isfinite(values))[0])}")
+        if length and self.weights[0] != 0:
             raise InvariantError("the first token has no context and cannot be trained on")
 
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """The loss of one optimizer step; see train/megatron/loss.py for the formulas and their sources."""
+    """The loss of one optimizer step; train/megatron/loss.py has the formulas and their sources."""
 
     kind: str = "policy"
     """'policy' (clipped surrogate) or 'sft' (cross entropy)"""
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
-    """None: as eps_clip"""
+    """None: same as eps_clip"""
     eps_clip_c: float | None = None
-    """dual clip bound (> 1); None: off"""
+    """dual clip bound (> 1); None: no dual clip"""
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
     """k1, k2, k3"""
@@ -75,41 +74,75 @@ class LossConfig:
     tis_threshold: float = 2.0
 
 
-class Trainer(Protocol):
-    """A group of trainer ranks behind one object of the controller. Methods block (the loop calls them off the event loop).
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """A server that receives weights."""
 
-    Every wait is bounded; a rank that died, hung or raised is a WorkerError with the end of its log.
+    address: str
+    ranks: int
+    """tensor-parallel size of the server"""
+
+
+@dataclass(slots=True)
+class DeliveryReport:
+    """The result of one pipeline stage's delivery of weights."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """server address -> what went wrong"""
+    bytes: int = 0
+    buckets: int = 0
+    seconds: float = 0.0
+
+
+class Trainer(Protocol):
+    """A group of trainer ranks behind one object of the controller. Methods block; the training loop calls them in a thread.
+
+    Every wait is bounded. A rank that died, hung or raised is a WorkerError with the end of its log.
     """
 
-    def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
-        """Per-token log-probs of the current (or the frozen reference) weights, each row's temperature applied; entry 0 is 0.
+    dtype: str
+    """float32 or bfloat16"""
+    copies: int
+    """data-parallel size"""
+    stages: int
+    """pipeline-parallel size"""
+    micro_batch_tokens: int
+    """maximum tokens of a micro-batch, padding included"""
+    multiple: int
+    """padded lengths of micro-batches are multiples of this"""
 
-        `trained_only`: only where `Row.weights` is not 0, the rest is 0; cheaper.
+    def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
+        """Per-token log-probs of the current or the reference model, at each row's temperature. Entry 0 is 0.
+
+        `trained_only`: only where `Row.weights` is not 0, and 0 elsewhere; cheaper.
         """
 
     def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, Any]:
-        """One optimizer step on the global batch. Returns loss, grad_norm, clip_fraction, kl, entropy, rollout_log_prob_diff_mean / _max …
+        """One optimizer step on the global batch. Returns metrics (loss, grad_norm, clip_fraction …) and `log_probs`.
 
-        And `log_probs`, as `log_probs(rows, trained_only=True)` would have given them just before the step: its forward computes them anyway.
+        `log_probs` equals `log_probs(rows, trained_only=True)` just before the step; the forward pass computes them anyway.
         """
 
+    def deliver(self, action: str, **arguments: Any) -> list[Any]:
+        """Run a method of `Sender` (train/megatron/delivery/sender.py) on every rank; results of the stages' first ranks, by stage."""
+
     def export_weights(self, path: Path) -> WeightsManifest:
-        """Write the weights under Hugging Face names as safetensors into a new folder `path`, one file per pipeline stage."""
+        """Write the weights under Hugging Face names as safetensors into the new folder `path`, one file per pipeline stage."""
 
     def save(self, path: Path) -> None:
-        """Write model, optimizer and random state into a new folder (distributed checkpoint)."""
+        """Write model, optimizer and random state into the new folder `path` (distributed checkpoint)."""
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote; afterwards everything goes on to the bit."""
+        """Read what `save` wrote. Training then continues bit-exactly."""
 
     def offload(self) -> None:
-        """Give GPU memory back (colocated)."""
+        """Free the GPU memory (colocated)."""
 
     def onload(self) -> None:
-        """Take it again."""
+        """Load the memory that `offload` freed."""
 
     def free_mib(self) -> int | None:
-        """Free memory of the first rank's GPU, whoever uses the rest, in MiB; None on a CPU."""
+        """Free memory of the first rank's GPU in MiB, whichever process uses the rest; None on a CPU."""
 
     def close(self) -> None:
         """Stop all ranks; idempotent."""

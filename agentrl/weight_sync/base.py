@@ -1,4 +1,7 @@
-"""What all ways of bringing weights to engines share: timings, the check afterwards, weights for an engine that comes back, memory in turns."""
+"""Weight sync: carries the trainer's weights to the engine, one policy version at a time.
+
+`FleetSync` is the base for SGLang servers. It verifies every transfer and restores the weights of a server that comes back.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,129 +18,153 @@ from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.supervisor import Failures, failures_of
-from agentrl.train.base import Trainer
-from agentrl.weight_sync.verify import Expected, compare, expect, probe_ids
+from agentrl.errors import EngineFailure
+from agentrl.train.base import DeliveryReport, Trainer
+from agentrl.weight_sync.verify import Expected, compare, expected_weights, probe_ids
 
 MEMORY = Path("/dev/shm")
 COPIES = 4
-"""of the model's files: a sync's and a recovery's, in twice the bytes (float32 of a model in bfloat16)"""
+"""Free shared memory required, in sizes of the model: a sync and a recovery may each write one copy, in float32 of a bfloat16 model."""
 
 
 def memory_for(size: int) -> Path | None:
-    """Shared memory, if it has room for weights of a model of so many bytes (in a container it often has 64 MiB)."""
+    """Shared memory if it has room for the weights of a model of `size` bytes, else None (containers often have only 64 MiB)."""
     return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > COPIES * size else None
 
 
 class WeightSync:
-    """Carries weights from the trainer to the engine, one version at a time: pause, update, verify, new version, resume."""
+    """Brings the trainer's weights to one engine. A sync is: pause, update, resume."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: where folders of weights go; None: the temporary folder."""
+    def __init__(self, engine: Engine, folder: Path | None = None) -> None:
+        """`folder`: where weight folders are written; None: the system's temporary folder."""
+        self.engine = engine
         self.folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=folder))
         self.seconds: dict[str, float] = {}
-        """of the last sync: pause, update, verify, resume"""
+        """duration of each part of the last sync"""
         self.difference: float | None = None
-        """the largest absolute difference of engine's and trainer's log-probs after the last sync, where it was measured"""
+        """largest absolute difference between the engine's and the trainer's log-probs after the last sync; None: not measured"""
         self.bytes = 0
-        """sent in the last sync, where it is known"""
-        self.gpu_yielded = False
-        """the engine's memory is the trainer's now (colocated)"""
-        self._probe: list[int] = [0, 0]
-        """ids whose log-probs are compared after a sync"""
+        """bytes sent in the last sync; 0 where weights go through a folder"""
 
-    async def sync(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
-        """Bring the trainer's weights to the engine.
+    @property
+    def gpu_yielded(self) -> bool:
+        """Whether the engine sleeps because the trainer has its GPU memory."""
+        return False
+
+    async def begin(self, trainer: Trainer) -> None:
+        """Prepare for the first rollout; called once, after trainer and engine have started."""
+
+    async def sync(self, trainer: Trainer, policy_version: int) -> None:
+        """Bring the trainer's weights to the engine, which serves `policy_version` afterwards.
 
         Raises:
-            WorkerError, EngineFailure: one side failed; no engine answers with a mixture of versions.
+            WorkerError, EngineFailure: one side failed. No engine continues with a mixture of versions.
         """
         self.seconds, self.difference, self.bytes = {}, None, 0
         with self.clock("pause_s"):
-            await engine.pause()
+            await self.engine.pause()
         try:
-            await self.update(trainer, engine, policy_version)
+            await self.update(trainer, policy_version)
         finally:
             with self.clock("resume_s"):
-                await engine.resume()
+                await self.engine.resume()
 
-    async def update(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
-        """The part between pause and resume."""
+    async def update(self, trainer: Trainer, policy_version: int) -> None:
+        """The part of a sync between pause and resume."""
         raise NotImplementedError
 
-    async def begin(self, trainer: Trainer, engine: Engine) -> None:
-        """Both sides have started: see to it that an engine that comes back later gets the weights that count."""
-        if isinstance(engine, Fleet):
-            engine.recovery = lambda lost: self.recover(trainer, engine, lost)
-            self._probe = await probe_ids(engine)
-
     def metrics(self) -> dict[str, float]:
-        """What a run reports of the last sync, besides seconds."""
+        """Metrics of the last sync other than durations."""
         return {} if self.difference is None else {"sync/log_prob_diff_max": self.difference}
 
     def memory(self) -> dict[str, float]:
-        """Free memory at the stages of the last cycle, MiB, where engine and trainer share cards."""
+        """Free GPU memory in MiB at each stage of the last cycle, where engine and trainer share GPUs."""
         return {}
 
-    async def yield_gpu(self, trainer: Trainer, engine: Engine, *, keep_weights: bool = False) -> None:
-        """Give the engine's memory to the trainer, where they share cards. `keep_weights`: the engine's weights stay."""
+    async def yield_gpu(self, trainer: Trainer, *, keep_weights: bool = False) -> None:
+        """Give the engine's GPU memory to the trainer where they share GPUs. `keep_weights`: the engine keeps its weights in memory."""
 
-    async def reclaim_gpu(self, trainer: Trainer, engine: Engine) -> None:
+    async def reclaim_gpu(self, trainer: Trainer) -> None:
         """Undo `yield_gpu(keep_weights=True)`."""
 
-    async def recover(self, trainer: Trainer, fleet: Fleet, engine: SGLangEngine) -> bool:
-        """Bring the weights that count to an engine that lost its own, and check them; False: not now.
-
-        Raises:
-            EngineFailure: nothing is known of its weights.
-        """
-        manifest, expected = await self.current(trainer, fleet)
-        await engine.update_weights(manifest, fleet.policy_version)
-        failed = await self.verify([engine], expected)
-        if failed:
-            raise failed[engine.address]
-        return True
-
-    async def current(self, trainer: Trainer, fleet: Fleet) -> tuple[WeightsManifest, Expected]:
-        """The trainer's weights as a folder, and what an engine says that has them."""
-        target = self.folder / "current"
-        shutil.rmtree(target, ignore_errors=True)
-        return await asyncio.to_thread(trainer.export_weights, target), await self.expected(trainer, fleet)
-
-    async def expected(self, trainer: Any, engine: Fleet) -> Expected:
-        """What the engines must say if they have the trainer's weights."""
-        with self.clock("verify_s"):
-            return await expect(trainer, engine, self._probe)
-
-    async def verify(self, engines: Sequence[SGLangEngine], expected: Expected) -> Failures:
-        """The engines that have other weights."""
-        with self.clock("verify_s"):
-            failed, self.difference = await compare(engines, expected)
-        return failed
-
-    def clock(self, name: str) -> Clock:
-        """Adds the time of a `with` block to `seconds[name]`."""
-        return Clock(self.seconds, name)
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Add the duration of the `with` block to `seconds[name]`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Clock:
-    """Adds up seconds by name."""
+class FleetSync(WeightSync):
+    """Brings weights to SGLang servers and verifies that each of them has the trainer's."""
 
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
+    def __init__(self, fleet: Fleet, folder: Path | None = None) -> None:
+        super().__init__(fleet, folder)
+        self.fleet = fleet
+        self._probe: list[int] = [0, 0]
 
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
+    async def begin(self, trainer: Trainer) -> None:
+        """Restore the weights of servers that come back from now on, and choose the token ids that verify a sync."""
+        self.fleet.recovery = lambda engine: self.recover(trainer, engine)
+        self._probe = await probe_ids(self.fleet)
 
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._started
+    async def recover(self, trainer: Trainer, engine: SGLangEngine) -> bool:
+        """Bring the current weights to an engine that lost its own, and verify them; False: impossible at the moment.
+
+        Raises:
+            EngineFailure: the engine may hold any weights.
+        """
+        manifest, expected = await self.current(trainer)
+        await engine.update_weights(manifest, self.fleet.policy_version)
+        failed = await self.verify([engine], expected)
+        if failed:
+            raise failed[engine.address]
+        return True
+
+    async def current(self, trainer: Trainer) -> tuple[WeightsManifest, Expected]:
+        """The trainer's weights as a folder, and what verifies them."""
+        target = self.folder / "current"
+        shutil.rmtree(target, ignore_errors=True)
+        return await asyncio.to_thread(trainer.export_weights, target), await self.expected(trainer)
+
+    async def expected(self, trainer: Trainer) -> Expected:
+        """What an engine with the trainer's weights must return."""
+        with self.clock("verify_s"):
+            return await expected_weights(trainer, self.fleet, self._probe)
+
+    async def verify(self, engines: Sequence[SGLangEngine], expected: Expected) -> Failures:
+        """Failures of the engines whose weights are not the expected ones."""
+        with self.clock("verify_s"):
+            failed, self.difference = await compare(engines, expected)
+        return failed
+
+    def record_delivery(self, reports: Iterable[DeliveryReport]) -> Failures:
+        """Add up the reports of all pipeline stages; returns the servers that failed."""
+        failed: Failures = {}
+        slowest = 0.0
+        for report in reports:
+            self.bytes += report.bytes
+            slowest = max(slowest, report.seconds)
+            for address, reason in report.failed.items():
+                separator = "" if reason.startswith("/") else ": "  # a path continues the address
+                failed[address] = EngineFailure(f"{address}{separator}{reason}", "engine: weight transfer")
+        self.seconds["send_s"] = self.seconds.get("send_s", 0.0) + slowest
+        return failed
 
 
-async def on_each(
-    engines: Sequence[SGLangEngine], failed: Failures, what: Callable[[SGLangEngine], Awaitable[Any]]
+def healthy(engines: Sequence[SGLangEngine], failed: Failures) -> list[SGLangEngine]:
+    """The engines that have not failed."""
+    return [e for e in engines if e.address not in failed]
+
+
+async def on_healthy(
+    engines: Sequence[SGLangEngine], failed: Failures, command: Callable[[SGLangEngine], Awaitable[Any]]
 ) -> None:
-    """Do something on all engines that have not failed, at once; failures are added to `failed`."""
-    failed.update(await failures_of([e for e in engines if e.address not in failed], what))
+    """Run `command` concurrently on the engines that have not failed; failures are added to `failed`."""
+    failed.update(await failures_of(healthy(engines, failed), command))

@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-from agentrl.engine.base import Engine
+from agentrl.engine.base import WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
-from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.supervisor import Failures
 from agentrl.train.base import Trainer
-from agentrl.weight_sync.base import WeightSync, on_each
+from agentrl.weight_sync.base import FleetSync, WeightSync, healthy, on_healthy
 
 
-class DiskSync(WeightSync):
-    """For any engine that can read the folder; the fingerprint of what was written is checked before it is read."""
+@asynccontextmanager
+async def exported_weights(sync: WeightSync, trainer: Trainer, policy_version: int) -> AsyncIterator[WeightsManifest]:
+    """The trainer's weights as a folder that exists during the `with` block."""
+    target = sync.folder / f"v{policy_version}"
+    shutil.rmtree(target, ignore_errors=True)  # an interrupted run may have left one
+    try:
+        with sync.clock("export_s"):
+            manifest = await asyncio.to_thread(trainer.export_weights, target)
+        yield manifest
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
 
-    async def update(self, trainer: Trainer, engine: Engine, policy_version: int) -> None:
-        """Export, have the engine read, remove."""
-        target = self.folder / f"v{policy_version}"
-        shutil.rmtree(target, ignore_errors=True)  # of a run that broke off
-        try:
-            with self.clock("export_s"):
-                manifest = await asyncio.to_thread(trainer.export_weights, target)
-            if not isinstance(engine, Fleet):
-                with self.clock("update_s"):
-                    await engine.update_weights(manifest, policy_version)
-                return
-            expected = await self.expected(trainer, engine)
+
+class LocalDiskSync(WeightSync):
+    """For an engine in this process. The engine checks the fingerprint of what was written before it takes the weights."""
+
+    async def update(self, trainer: Trainer, policy_version: int) -> None:
+        async with exported_weights(self, trainer, policy_version) as manifest:
+            with self.clock("update_s"):
+                await self.engine.update_weights(manifest, policy_version)
+
+
+class DiskSync(FleetSync):
+    """For SGLang servers that can read the folder, on this machine or another."""
+
+    async def update(self, trainer: Trainer, policy_version: int) -> None:
+        async with exported_weights(self, trainer, policy_version) as manifest:
+            expected = await self.expected(trainer)
 
             async def send(engines: Sequence[SGLangEngine]) -> Failures:
                 failed: Failures = {}
                 with self.clock("update_s"):
-                    await on_each(engines, failed, lambda e: e.update_weights(manifest, policy_version))
-                return failed | await self.verify([e for e in engines if e.address not in failed], expected)
+                    await on_healthy(engines, failed, lambda e: e.update_weights(manifest, policy_version))
+                return failed | await self.verify(healthy(engines, failed), expected)
 
-            await engine.transfer(send, policy_version)
-        finally:
-            shutil.rmtree(target, ignore_errors=True)
+            await self.fleet.transfer(send, policy_version)

@@ -39,11 +39,11 @@ from agentrl.reward import Scorer
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter
-from agentrl.train.base import LossConfig, Row
+from agentrl.train.base import LossConfig, Row, Trainer
 from agentrl.train.megatron.trainer import MegatronTrainer
 from agentrl.types import Action, EpisodeSpec, FinishReason, StepResult, Task
 from agentrl.weight_sync.base import WeightSync
-from agentrl.weight_sync.broadcast import SplitSync
+from agentrl.weight_sync.broadcast import BroadcastSync
 from agentrl.weight_sync.colocated import ColocatedSync
 
 FLAGS = {
@@ -120,20 +120,20 @@ def probe(args: argparse.Namespace, script: str, pattern: str, port: int) -> lis
 
 
 async def syncs(
-    sync: WeightSync, trainer: Any, fleet: Fleet, batch: list[Row], version: list[int], *, cycle: bool
+    sync: WeightSync, trainer: Trainer, fleet: Fleet, batch: list[Row], version: list[int], *, cycle: bool
 ) -> list[dict[str, Any]]:
     """REPEATS times: a step (unless there are no rows), a sync. `cycle`: engine and trainer have the card in turns."""
     out = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         if cycle:
-            await sync.yield_gpu(trainer, fleet)
+            await sync.yield_gpu(trainer)
         lent = time.perf_counter()
         if batch:
             await asyncio.to_thread(trainer.step, batch, LossConfig(kind="sft"), 1e-4)
         stepped = time.perf_counter()
         version[0] += 1
-        await sync.sync(trainer, fleet, version[0])
+        await sync.sync(trainer, version[0])
         done = time.perf_counter()
         seconds = {k: round(v, 4) for k, v in sync.seconds.items()}
         rate = sync.bytes / 1e9 / sync.seconds["update_s"]
@@ -152,7 +152,7 @@ async def syncs(
     return out
 
 
-async def differences(trainer: Any, fleet: Fleet, model: Path, vocab: int) -> dict[str, float]:
+async def differences(trainer: Trainer, fleet: Fleet, model: Path, vocab: int) -> dict[str, float]:
     """Log-probs of sampled tokens: engine's against the trainer's, and against transformers' on the same weights."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -311,7 +311,9 @@ async def main() -> None:
     parser.add_argument(
         "--sync-only", action="store_true", help="no steps, no turns: for a model whose optimizer has no room"
     )
-    parser.add_argument("--contract", action="store_true", help="run tests/test_sglang.py against the first server")
+    parser.add_argument(
+        "--contract", action="store_true", help="run tests/engine/test_sglang.py against the first server"
+    )
     args = parser.parse_args()
     bench = Bench(args)
     import torch
@@ -320,11 +322,11 @@ async def main() -> None:
     config = json.loads((args.model / "config.json").read_text())
     vocab = config["vocab_size"]
     fleets = [fleet_on(args, n) for n in range(2 if args.split else 1)]
-    trainer: Any = None
+    trainer: Trainer | None = None
     try:
         started = time.perf_counter()
 
-        def make() -> Any:
+        def make() -> Trainer:
             return MegatronTrainer(args.model, dtype="bfloat16", run_dir=args.out, micro_batch_tokens=4096)
 
         trainer, *_ = await asyncio.gather(asyncio.to_thread(make), *(f.start() for f in fleets))
@@ -342,7 +344,7 @@ async def main() -> None:
             await asyncio.to_thread(trainer.close)
 
 
-async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: list[Fleet], vocab: int) -> None:
+async def measure(bench: Bench, args: argparse.Namespace, trainer: Trainer, fleets: list[Fleet], vocab: int) -> None:
     batch, version = [] if args.sync_only else rows(vocab), [0]
     first = fleets[0]
     if args.contract:
@@ -352,8 +354,8 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
             "colocated_probe",
             asyncio.to_thread(probe, args, "sync.py", r"ipc sync ([\d.]+) GB in ([\d.]+) s = ([\d.]+) GB/s", args.port),
         )
-    sync = ColocatedSync(memory_in_turns=not args.sync_only)
-    await sync.begin(trainer, first)
+    sync = ColocatedSync(first, share_gpus=not args.sync_only)
+    await sync.begin(trainer)
     first.policy_version = -1  # whatever the probe left is not ours
     for mib in args.bucket_mib:
         sync.bucket_bytes = mib << 20
@@ -377,8 +379,8 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
                 ),
             )
         await asyncio.to_thread(trainer.onload)
-        split, version = SplitSync(timeout_s=60), [100]
-        await split.begin(trainer, fleets[1])
+        split, version = BroadcastSync(fleets[1], timeout_s=60), [100]
+        await split.begin(trainer)
         for mib in args.bucket_mib:
             split.bucket_bytes = mib << 20
             await bench.part(
@@ -387,19 +389,31 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Any, fleets: 
         split.close()
 
 
-async def differences_on(sync: ColocatedSync, trainer: Any, fleet: Fleet, model: Path, vocab: int) -> dict[str, float]:
-    """The trainer must be on the card for it; the engine may stay."""
-    await sync._onload(trainer)
+async def differences_on(
+    sync: ColocatedSync, trainer: Trainer, fleet: Fleet, model: Path, vocab: int
+) -> dict[str, float]:
+    """With the trainer's memory loaded beside the engine's."""
+    assert sync.sharing is not None
+    await sync.sharing.onload(trainer)
     try:
         return await differences(trainer, fleet, model, vocab)
     finally:
-        await sync._offload(trainer)
+        await sync.sharing.offload(trainer)
 
 
 async def contract(args: argparse.Namespace, fleet: Fleet) -> str:
     """The contract suite against the running server, in a process of its own."""
     env = dict(os.environ, AGENTRL_SGLANG=fleet.members[0].engine.address, AGENTRL_SGLANG_MODEL=str(args.model))
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "tests/test_sglang.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "tests/engine/test_sglang.py",
+    ]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, env=env, timeout=150)
     print(done.stdout[-3000:], done.stderr[-500:], flush=True)
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]

@@ -281,14 +281,15 @@ async def turns(doubles, manifest, monkeypatch):
     """(fleet of one server with a memory saver, its sync, the trainer)."""
 
     async def expect(*_):
-        return Expected((1, 2), (-0.5,), 1.0, {})
+        return Expected(ids=(1, 2), log_probs=(-0.5,), limit=1.0, checksums={})
 
-    monkeypatch.setattr(base, "expect", expect)
+    monkeypatch.setattr(base, "expected_weights", expect)
     for d in doubles:
         d.memory_saver = True
-    trainer, sync, fleet = Trainer(doubles[:1], manifest), ColocatedSync(), fleet_at(doubles[0])
+    trainer, fleet = Trainer(doubles[:1], manifest), fleet_at(doubles[0])
+    sync = ColocatedSync(fleet)
     await fleet.start()
-    await sync.begin(trainer, fleet)
+    await sync.begin(trainer)
     assert not trainer.on
     yield fleet, sync, trainer
     await fleet.close()
@@ -301,11 +302,11 @@ KEPT = ["cuda_graph", "kv_cache"]
 
 async def test_in_turns_the_card_is_one_sides(turns, doubles):
     fleet, sync, trainer = turns
-    await sync.yield_gpu(trainer, fleet)
+    await sync.yield_gpu(trainer)
     assert trainer.on
-    await sync.sync(trainer, fleet, 1)
+    await sync.sync(trainer, 1)
     assert not trainer.on
-    assert sync.free_mib == {
+    assert sync.sharing.free_mib == {
         "engine asleep": 1000,
         "trainer on the card": 500,
         "both hold weights": 490,
@@ -323,29 +324,31 @@ async def test_in_turns_a_recovery_has_the_card_to_itself_and_lending_waits_for_
         await ask(fleet)
     doubles[0].update_s = 0.3
     await until(lambda: trainer.notes)
-    lending = asyncio.create_task(sync.yield_gpu(trainer, fleet))
+    lending = asyncio.create_task(sync.yield_gpu(trainer))
     await lending
     assert trainer.on
     assert sorted(doubles[0].asleep) == ALL
     assert trainer.notes == [("onload", [KEPT]), ("export", [KEPT]), ("onload", [ALL])]
     assert doubles[0].weight_version == "0"
-    await sync.sync(trainer, fleet, 1)
+    await sync.sync(trainer, 1)
     assert (await ask(fleet)).policy_version == 1
 
 
 async def test_in_turns_nobody_recovers_while_others_play(doubles, turns, manifest):
-    _, sync, trainer = turns
+    *_, trainer = turns
     fleet = fleet_at(*doubles)
     await fleet.start()
-    await sync.begin(trainer, fleet)
+    sync = ColocatedSync(fleet)
+    await sync.begin(trainer)
     doubles[0].weight_version = "9"
     fleet.suspect(doubles[0].address, EngineFailure("reset", "engine: connection lost"))
     await until(lambda: fleet.members[0].state == "stale")
     await asyncio.sleep(0.6)
     assert trainer.notes == []
-    await sync.yield_gpu(trainer, fleet)
-    await sync.sync(trainer, fleet, 1)
+    await sync.yield_gpu(trainer)
+    await sync.sync(trainer, 1)
     assert [d.weight_version for d in doubles] == ["1", "1"]
     assert [m.state for m in fleet.members] == ["ready", "ready"]
     assert not (doubles[0].asleep | doubles[1].asleep)
     await fleet.close()
+    sync.close()

@@ -17,6 +17,7 @@ from sglang_double import Double
 from agentrl.config import build_config
 from agentrl.core.ports import free_port
 from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import Installation, find_installation, gpus
 from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang.plan import make_fleet, of_this_machine, plan_servers
@@ -24,7 +25,7 @@ from agentrl.engine.sglang.protocol import LEAST, warn_if_untested
 from agentrl.engine.sglang.server_flags import check_flags, known_flags
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
-from agentrl.weight_sync.colocated import ColocatedSync
+from agentrl.weight_sync.gpu_sharing import GpuSharing
 
 MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
 SERVER_ARGS = """
@@ -234,7 +235,8 @@ def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path, monkeypat
 def test_weights_by_disk_go_where_they_are_told(plan, tmp_path, kind):
     settings = {"update_weight_disk_dir": str(tmp_path), "weight_sync": kind}
     config = build_config({"engine": "sglang", **settings})
-    sync = Components.weight_sync(SimpleNamespace(config=config, servers=plan(settings)))
+    servers = plan(settings)
+    sync = Components.weight_sync(SimpleNamespace(config=config, servers=servers), make_fleet(servers, None))
     assert sync.folder.parent == tmp_path
     sync.close()
 
@@ -306,13 +308,12 @@ def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
     assert gpus() == [None, None]
 
 
-@pytest.mark.parametrize(("free", "known"), [(None, {}), (5, {"free_mib/rollout": 5})])
+@pytest.mark.parametrize(("free", "known"), [(None, {}), (5, {"rollout": 5})])
 async def test_the_memory_of_a_stage_is_that_of_this_cycle(free, known):
-    sync = ColocatedSync()
-    sync.free_mib["rollout"] = 7  # of the cycle before
-    await sync._note(SimpleNamespace(free_mib=lambda: free), "rollout")
-    assert sync.memory() == known
-    sync.close()
+    sharing = GpuSharing(Fleet([]))
+    sharing.free_mib["rollout"] = 7  # of the cycle before
+    await sharing.note(SimpleNamespace(free_mib=lambda: free), "rollout")
+    assert sharing.free_mib == known
 
 
 def test_no_sglang(tmp_path):

@@ -29,7 +29,7 @@ from agentrl.run.sft import sft
 from agentrl.run.training import train
 from agentrl.store import read_episodes
 from agentrl.train.megatron import trainer as megatron
-from agentrl.weight_sync.broadcast import SplitSync
+from agentrl.weight_sync.broadcast import BroadcastSync
 from agentrl.weight_sync.colocated import ColocatedSync
 
 ENV = Path(__file__).with_name("joint_env.py")
@@ -532,10 +532,10 @@ def test_settings_of_servers(model, kind):
     given = {"hf_checkpoint": str(model / "model"), "env": str(ENV), "update_weight_buffer_size": 12345}
     components = assemble.Components(build_config(given, settings))
     assert [m.engine.address for m in components.engine().members] == ["http://127.0.0.1:1"]
-    sync = components.weight_sync()
+    sync = components.weight_sync(components.engine())
     try:
         assert sync.bucket_bytes == 12345
-        assert type(sync) is {"split": SplitSync, "colocated": ColocatedSync}[kind]
+        assert type(sync) is {"split": BroadcastSync, "colocated": ColocatedSync}[kind]
     finally:
         sync.close()
         components.close()

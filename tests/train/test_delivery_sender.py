@@ -8,20 +8,21 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from agentrl.train.megatron.delivery.messages import Target
+from agentrl.train.base import Receiver
 
 SENDER = """
 import sys, time, torch
-from agentrl.train.megatron.delivery.sender import Lost, _Group
+from agentrl.train.megatron.delivery.broadcast_group import BroadcastError, BroadcastGroup
 port, joined = int(sys.argv[1]), sys.argv[2] == "joined"
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 started = time.monotonic()
 after = lambda seconds: lambda: time.monotonic() - started > seconds
 try:
-    group = _Group("g", port, 2, "gloo", 60.0, (lambda: False) if joined else after(1.0))
+    failed = (lambda: False) if joined else after(1.0)
+    group = BroadcastGroup(name="g", port=port, world=2, backend="gloo", timeout_s=60.0, failed=failed)
     started = time.monotonic()
-    group.broadcast(torch.zeros(1 << 27, dtype=torch.uint8), after(1.0), 60.0)
-except Lost as e:
+    group.broadcast(torch.zeros(1 << 27, dtype=torch.uint8), failed=after(1.0), timeout_s=60.0)
+except BroadcastError as e:
     print(f"lost after {time.monotonic() - started:.1f} s: {e}", flush=True)
 import os
 os._exit(0)
@@ -78,18 +79,18 @@ class Refuses(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_courier_stops_at_the_first_refusal_and_never_waits_longer_than_it_may():
-    from agentrl.train.megatron.delivery.sender import Courier, post
+def test_a_request_queue_stops_at_the_first_refusal_and_its_waits_are_bounded():
+    from agentrl.train.megatron.delivery.request_queue import RequestQueue, post
 
     server = HTTPServer(("127.0.0.1", 0), Refuses)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
-    courier = Courier(Target(address, 1), 5.0)
+    queue = RequestQueue(Receiver(address, 1), 5.0)
     for _ in range(4):
-        courier.send("/update_weights_from_tensor", {})
-    courier.finish()
-    assert "answered 400" in courier.failure
-    assert "no session" in courier.failure
+        queue.send("/update_weights_from_tensor", {})
+    queue.finish()
+    assert "answered 400" in queue.failure
+    assert "no session" in queue.failure
     server.shutdown()
     server.server_close()
     started = time.monotonic()

@@ -79,6 +79,7 @@ class MegatronTrainer:
         ]
         self.places: list[dict[str, Any]] = self.workers.ask("start", setups, min(timeout_s, 600.0))
         self.copies = ranks // per_copy
+        self.stages: int = max(p["pp"] for p in self.places) + 1
         self.multiple: int = self.places[0]["multiple"]
         """padded lengths of micro-batches are multiples of this"""
 
