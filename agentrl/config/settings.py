@@ -1,235 +1,284 @@
-"""Every setting there is, with its default and what it means."""
+"""Every setting: its type, bound, default and help text, each in one place.
+
+The text under a field is its help: the first paragraph is what `--help` prints, the rest what `agentrl help FLAG` adds. A default that is
+None or empty is explained in the text as "(default: …)". A string in `Annotated` is the name of the value in the help, such as PATH.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import field, fields, is_dataclass
+from typing import Annotated, Any, Literal
 
 import tomli_w
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-@dataclass(frozen=True)
+def _temperature(value: float) -> float:
+    if value <= 0:
+        raise ValueError("must be above 0 for training, because greedy sampling has no distribution to learn from")
+    return value
+
+
+def _top_k(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("must be at least 1, or -1 (off)")
+    return value
+
+
+def _chat_template(value: bool) -> bool:
+    if not value:
+        raise ValueError(
+            "must be true, because prompts always use the model's chat template; "
+            "to add nothing, give the model a template that adds nothing"
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunSettings:
-    """Where the run lives."""
+    """The run: its folder, seed, checkpoints and logs."""
 
-    run: str | None = None
-    """run folder, made anew; None: the next free `runs/NAME-NNN`"""
-    seed: int = 0
-    """every random draw of the run follows from it"""
-    date: str | None = None
-    """the day that chat templates print, YYYY-MM-DD; None: the day the run begins (recorded, so that replay prints the same)"""
-    save_interval: int = 10
-    """rollouts between checkpoints; the last rollout always saves"""
-    keep_checkpoints: int = 2
-    """older ones are removed; 0: keep all"""
+    run: Annotated[str | None, "PATH"] = None
+    """run folder to create (default: the next free runs/NAME-NNN)"""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """seed of every random draw in the run"""
+    date: Annotated[str | None, "YYYY-MM-DD"] = None
+    """date that chat templates print (default: the day the run starts)
+
+    The date is recorded, so that a replay renders the same prompts."""
+    save_interval: Annotated[int, Field(ge=1)] = 10
+    """rollouts between checkpoints; the last rollout is always saved"""
+    keep_checkpoints: Annotated[int, Field(ge=0)] = 2
+    """checkpoints to keep, newest first; 0: keep all"""
     tensorboard: bool = True
-    """write TensorBoard events"""
-    log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata={"recorded": False})
-    """least severe messages that are logged; not recorded in config.toml, because it changes nothing in the run"""
+    """write TensorBoard events into the run folder"""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(exclude=True)] = "info"
+    """lowest severity of logged messages
+
+    The level is not recorded in config.toml, because it does not change the run."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelSettings:
-    """The policy."""
+    """The policy model."""
 
-    hf_checkpoint: str = "search_r1_3m"
-    """a model folder in Hugging Face layout, a hub id, or the name of an embedded model (`search_r1_3m`)"""
+    hf_checkpoint: Annotated[str, "PATH|NAME"] = "search_r1_3m"
+    """model folder in Hugging Face layout, hub id, or embedded model"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the trainer's weights (bfloat16 keeps fp32 master weights) and of SGLang's; the local engine always computes in float32"""
-    template_args: dict[str, Any] = field(default_factory=dict)
-    """passed to the chat template, e.g. enable_thinking = false"""
+    """type of the weights in the trainer and in SGLang
+
+    With bfloat16 the trainer keeps float32 master weights. The local engine always computes in float32."""
+    template_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
+    """argument of the chat template, such as enable_thinking=false; repeatable (default: none)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EnvSettings:
     """The environment and its rewards."""
 
-    env: str = "search_r1"
-    """a registered name, `module:Class`, or `file.py[:Class]`"""
-    env_args: dict[str, Any] = field(default_factory=dict)
-    """constructor arguments; on the command line `--env-arg NAME=VALUE`, repeated"""
-    reward: tuple[str, ...] = ()
-    """NAME, NAME=WEIGHT, `module:fn` or `file.py:fn`; empty: the environment's own"""
-    action_format: str | None = None
-    """how actions are written (search_r1, hermes); None: the environment's choice, else the model family's"""
-    max_turns: int = 8
-    """generations in an episode"""
-    max_invalid_actions: int = 3
-    """turns that could not be parsed before the episode ends"""
-    max_calls_per_turn: int = 8
-    """tool calls in one turn; further ones are answered with an error"""
+    env: Annotated[str, "NAME|FILE.py"] = "search_r1"
+    """environment: a registered name, module:Class or file.py[:Class]"""
+    env_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
+    """constructor argument of the environment; repeatable (default: none)"""
+    reward: Annotated[tuple[str, ...], "NAME[=WEIGHT]"] = ()
+    """rewards: names, module:fn or file.py:fn (default: the environment's)"""
+    action_format: Annotated[str | None, "NAME"] = None
+    """syntax of tool calls and answers, such as hermes or search_r1 (default: the environment's choice, or the model family's)"""
+    max_turns: Annotated[int, Field(ge=1)] = 8
+    """maximum turns of an episode; a turn is one generation"""
+    max_invalid_actions: Annotated[int, Field(ge=1)] = 3
+    """turns that cannot be parsed after which the episode ends"""
+    max_calls_per_turn: Annotated[int, Field(ge=1)] = 8
+    """maximum tool calls in one turn; see --surplus-calls"""
     keep_whole_outputs: bool = False
-    """what a tool returned and the policy saw only the beginning of: keep it whole, in `episodes/outputs/` of the run folder"""
+    """keep tool outputs whole that were truncated for the policy, in episodes/outputs/ of the run folder"""
     surplus_calls: Literal["error", "ignore", "refuse"] = "error"
-    """calls over the limit: answered with an error, left out, or all calls of the turn refused"""
+    """tool calls above the limit of a turn: answer them with an error, ignore them, or refuse all calls of the turn"""
     history_policy: Literal["append", "rerender"] = "append"
-    """templates that rewrite history (thinking stripped): keep the tokens, or render anew in a segment of its own"""
-    context_policy: str | None = None
-    """what leaves a conversation that grows long: drop_old_turns, truncate_old_results, or `module:policy`; None: the environment's choice"""
+    """if the template rewrites history (strips thinking): append to the sampled tokens, or render again in a new segment"""
+    context_policy: Annotated[str | None, "NAME"] = None
+    """how to shorten a long conversation: drop_old_turns, truncate_old_results or module:policy (default: the environment's choice)"""
     raw_content: bool = False
-    """let control tokens inside prompts and tool output count as such; unsafe"""
+    """parse control tokens inside prompts and tool outputs as control tokens; unsafe"""
     truncated_episodes: Literal["train", "mask", "drop"] = "train"
-    """MAX_TURNS, MAX_TOKENS, CONTEXT_FULL: train on them, mask them (they still count in the baseline), or drop them"""
+    """episodes cut by a limit of turns, tokens or context: train on them, mask them, or drop them
+
+    Masked episodes still count in the baseline of their group."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataSettings:
-    """Tasks."""
+    """The tasks."""
 
-    prompt_data: str | None = None
-    """JSONL or Parquet, `path@[a:b]` for a slice; None: the environment's own tasks"""
-    input_key: str | None = None
-    """column of the prompt (text or messages); None: the environment's (`prompt`)"""
-    label_key: str | None = None
-    """column of the label; None: the environment's (`label`)"""
-    apply_chat_template: bool = True
-    """prompts always go through the model's chat template; false is refused"""
+    prompt_data: Annotated[str | None, "PATH"] = None
+    """tasks in JSONL or Parquet; PATH@[a:b] is a slice (default: the environment's tasks)"""
+    input_key: Annotated[str | None, "NAME"] = None
+    """column of the prompt, which is text or messages (default: the environment's, usually prompt)"""
+    label_key: Annotated[str | None, "NAME"] = None
+    """column of the label (default: the environment's, usually label)"""
+    apply_chat_template: Annotated[bool, AfterValidator(_chat_template)] = True
+    """prompts always use the model's chat template; false is refused"""
     rollout_shuffle: bool = True
-    """shuffle each epoch (by the seed)"""
-    data_limit: int | None = None
-    """use only the first so many tasks"""
+    """shuffle the tasks in each epoch, by the seed"""
+    data_limit: Annotated[int | None, Field(ge=1)] = None
+    """use only the first N tasks (default: all)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RolloutSettings:
-    """How episodes are made."""
+    """How episodes are generated."""
 
-    num_rollout: int = 100
-    """rollouts in the run; each is followed by `num_steps_per_rollout` optimizer steps"""
-    rollout_batch_size: int = 16
+    num_rollout: Annotated[int, Field(ge=1)] = 100
+    """rollouts in the run; --num-steps-per-rollout optimizer steps follow each"""
+    rollout_batch_size: Annotated[int, Field(ge=1)] = 16
     """tasks per rollout"""
-    n_samples_per_prompt: int = 8
-    """episodes per task: the group; `train` learns from the differences in it, so from 2 on"""
-    global_batch_size: int | None = None
-    """episodes per optimizer step; None: from the equation"""
-    num_steps_per_rollout: int = 1
+    n_samples_per_prompt: Annotated[int, Field(ge=1)] = 8
+    """episodes per task (the group); training needs at least 2"""
+    global_batch_size: Annotated[int | None, Field(ge=1)] = None
+    """episodes per optimizer step (default: tasks × episodes per task / optimizer steps per rollout)"""
+    num_steps_per_rollout: Annotated[int, Field(ge=1)] = 1
     """optimizer steps per rollout"""
-    rollout_temperature: float = 1.0
-    """of sampling; recorded with each turn"""
-    rollout_top_p: float = 1.0
-    """of sampling; 1: off"""
-    rollout_top_k: int = -1
-    """of sampling; -1: off"""
+    rollout_temperature: Annotated[float, AfterValidator(_temperature)] = 1.0
+    """sampling temperature in training, above 0"""
+    rollout_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """nucleus sampling in training; 1: off"""
+    rollout_top_k: Annotated[int, AfterValidator(_top_k)] = -1
+    """sample from the N likeliest tokens in training; -1: off"""
     allow_truncated_sampling: bool = False
-    """train with top-p or top-k although the trainer's distribution then differs from the engine's"""
-    rollout_max_response_len: int = 1024
-    """tokens after the prompt, over all turns, observations included"""
-    rollout_max_context_len: int | None = None
-    """prompt and response; None: the model's"""
-    max_tokens_per_turn: int | None = None
-    """of one generation"""
-    concurrency: int = 128
-    """episodes at once"""
-    runner_processes: int = 1
-    """processes that episodes are spread over when one core is not enough; needs engine = "sglang\""""
-    episode_timeout_s: float = 600.0
-    """seconds for one episode; one that takes longer is masked"""
-    max_retries: int = 2
-    """further attempts of an episode whose infrastructure failed"""
-    min_group_size: int = 2
-    """smaller groups are dropped"""
-    max_failure_share: float = 0.5
-    """of episodes, lost after all their attempts; above it, once more than 8 are lost, the run stops with the table of causes, and below 1 also
-    when no group is left or nothing works any more (twice as many failures in a row as `concurrency`)"""
+    """allow top-p and top-k in training, although the trainer's distribution then differs from the engine's"""
+    rollout_max_response_len: Annotated[int, Field(ge=1)] = 1024
+    """maximum tokens after the prompt in all turns, observations included"""
+    rollout_max_context_len: Annotated[int | None, Field(ge=1)] = None
+    """maximum tokens of prompt and response (default: the model's limit)"""
+    max_tokens_per_turn: Annotated[int | None, Field(ge=1)] = None
+    """maximum tokens sampled in one turn (default: what the response budget leaves)"""
+    concurrency: Annotated[int, Field(ge=1)] = 128
+    """episodes that run at the same time"""
+    runner_processes: Annotated[int, Field(ge=1)] = 1
+    """processes that run episodes, if one core is too slow; needs --engine sglang"""
+    episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """seconds until an episode is stopped and masked"""
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    """retries of an episode whose infrastructure failed"""
+    min_group_size: Annotated[int, Field(ge=1)] = 2
+    """drop groups with fewer episodes than this"""
+    max_failure_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """share of episodes that may be lost after all retries before the run stops
+
+    The share is checked once more than 8 episodes are lost; the run then stops with a table of causes. Below 1, the run also stops when
+    no group is left, or after twice as many failures in a row as --concurrency."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EngineSettings:
     """Inference."""
 
     engine: Literal["local", "sglang"] = "local"
     """local: in this process; sglang: servers, started here or attached to"""
     colocate: bool = False
-    """sglang: engines and trainer share the same cards, in turns"""
+    """SGLang and the trainer share the same GPUs and take turns"""
     weight_sync: Literal["colocated", "split", "disk"] | None = None
-    """how weights reach SGLang; None: colocated with --colocate, disk for external servers, else split"""
-    update_weight_buffer_size: int = 1 << 30
-    """bytes of a bucket of weights on the way"""
-    update_weight_disk_dir: str | None = None
-    """folder for weights by disk, also those of a server that comes back: trainer and servers see it under this name, as the same user; None:
-    this machine's shared memory"""
-    rollout_num_gpus: int | None = None
-    """sglang: cards of all engines together (on a CPU: processes); None: one engine"""
-    rollout_num_gpus_per_engine: int = 1
-    """sglang: tensor parallel size of an engine"""
-    rollout_external_engine_addrs: tuple[str, ...] = ()
-    """HOST:PORT of SGLang servers that run already, or of an sglang-router for those behind it; empty: they are started here"""
-    engine_python: str | None = None
-    """interpreter that has SGLang; None: `.venv-sglang/bin/python` if it is there, else this one"""
-    engine_pythonpath: str | None = None
-    """folder that goes in front of the servers' PYTHONPATH"""
-    engine_max_running: int = 128
-    """generations at once (local)"""
-    threads: int | None = None
-    """CPU threads of the engine and of the trainer, which take turns; None: the machine's cores"""
+    """how weights reach SGLang (default: colocated with --colocate, disk for external servers, otherwise split)"""
+    update_weight_buffer_size: Annotated[int, Field(ge=1)] = 1 << 30
+    """bytes of weights sent at once"""
+    update_weight_disk_dir: Annotated[str | None, "PATH"] = None
+    """folder for weight sync by disk (default: shared memory of this machine)
+
+    Trainer and servers must see the folder under the same path, as the same user. Restarted servers load their weights from it too."""
+    rollout_num_gpus: Annotated[int | None, Field(ge=1)] = None
+    """GPUs of all SGLang engines together; on a CPU, processes (default: one engine)"""
+    rollout_num_gpus_per_engine: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one SGLang engine (tensor parallel size)"""
+    rollout_external_engine_addrs: Annotated[tuple[str, ...], "HOST:PORT"] = ()
+    """running SGLang servers, or an sglang-router in front of them (default: start servers here)"""
+    engine_python: Annotated[str | None, "PATH"] = None
+    """Python interpreter that has SGLang (default: .venv-sglang/bin/python if it exists, otherwise this one)"""
+    engine_pythonpath: Annotated[str | None, "PATH"] = None
+    """folder to put first in the PYTHONPATH of the servers (default: none)"""
+    engine_max_running: Annotated[int, Field(ge=1)] = 128
+    """generations that the local engine runs at the same time"""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """CPU threads of the local engine and of the trainer, which take turns (default: the machine's cores)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainSettings:
-    """Losses and optimizer. Everything of Megatron's own is in [megatron]."""
+    """Loss and optimizer. Megatron's own settings are in [megatron]."""
 
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """see agentrl/train/advantage.py for formulas and sources"""
-    eps_clip: float = 0.2
-    """of the probability ratio, both ways"""
-    eps_clip_high: float | None = None
-    """None: as eps_clip"""
-    eps_clip_c: float | None = None
-    """dual clip; None: off"""
+    """how advantages follow from the rewards of a group
+
+    agentrl/train/advantage.py has the formulas and their sources."""
+    eps_clip: Annotated[float, Field(ge=0)] = 0.2
+    """clip range of the probability ratio, in both directions"""
+    eps_clip_high: Annotated[float | None, Field(ge=0)] = None
+    """upper clip range of the probability ratio (default: --eps-clip)"""
+    eps_clip_c: Annotated[float | None, Field(gt=1)] = None
+    """lower bound of dual-clip PPO for negative advantages (default: off)"""
     use_kl_loss: bool = False
-    """keep a frozen reference and add the KL loss"""
-    kl_loss_coef: float = 0.0
-    """weight of the KL loss; needs use_kl_loss"""
+    """keep a frozen reference model and add the KL loss"""
+    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """weight of the KL loss; needs --use-kl-loss"""
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
     """estimator of the KL divergence (Schulman 2020)"""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the entropy bonus"""
     calculate_per_token_loss: bool = False
-    """mean over all tokens, instead of each episode's mean and then the mean over episodes"""
+    """average the loss over all tokens, instead of over the tokens of each episode and then over episodes"""
     use_tis: bool = False
-    """truncated importance sampling, exp(old - rollout)"""
-    tis_threshold: float = 2.0
-    """upper bound of the importance weight"""
-    lr: float = 1e-6
+    """truncated importance sampling: weight tokens by exp(old - rollout log-probability)"""
+    tis_threshold: Annotated[float, Field(gt=0)] = 2.0
+    """upper bound of the importance weight of --use-tis"""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
     """learning rate after warm-up"""
-    lr_warmup_rollouts: int = 0
-    """linear warm-up"""
+    lr_warmup_rollouts: Annotated[int, Field(ge=0)] = 0
+    """rollouts of linear learning-rate warm-up; in `agentrl sft`, optimizer steps"""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """over num_rollout, down to lr / 10"""
-    max_tokens_per_gpu: int = 8192
-    """tokens of one padded micro-batch"""
-    actor_num_gpus_per_node: int | None = None
-    """trainer ranks on this machine (on CPU: processes); None: tensor × pipeline parallel size, that is one data-parallel copy"""
+    """learning-rate schedule over --num-rollout, down to a tenth of --lr
+
+    `agentrl sft` decays linearly to a twentieth of --lr, both with linear and with cosine."""
+    max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
+    """maximum tokens of a micro-batch, padding included"""
+    actor_num_gpus_per_node: Annotated[int | None, Field(ge=1)] = None
+    """trainer ranks: GPUs, or processes on a CPU (default: one data-parallel copy)
+
+    One data-parallel copy has tensor parallel size × pipeline parallel size ranks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EvalSettings:
     """Held-out evaluation."""
 
-    eval_interval: int = 20
+    eval_interval: Annotated[int, Field(ge=0)] = 20
     """rollouts between evaluations, also before the first and after the last; 0: never"""
-    eval_prompt_data: tuple[str, ...] = ()
-    """NAME PATH pairs; empty: the environment's split 'test', or with `--prompt-data` nothing (`agentrl eval`: that data)"""
-    n_samples_per_eval_prompt: int = 1
-    """episodes per question"""
-    eval_temperature: float = 0.0
-    """0: greedy"""
-    eval_limit: int | None = 200
-    """questions per set"""
+    eval_prompt_data: Annotated[tuple[str, ...], "NAME PATH"] = ()
+    """evaluation sets, as pairs of name and data file (default: the environment's split 'test')
+
+    With --prompt-data there is no default set; `agentrl eval` then evaluates on that data."""
+    n_samples_per_eval_prompt: Annotated[int, Field(ge=1)] = 1
+    """episodes per evaluation task"""
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """sampling temperature in evaluation; 0: greedy"""
+    eval_limit: Annotated[int | None, Field(ge=1)] = 200
+    """maximum tasks of each evaluation set; none: all"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class SftSettings:
-    """`agentrl sft` only."""
+    """Supervised training, `agentrl sft` only."""
 
-    sft_epochs: int = 1
+    sft_epochs: Annotated[int, Field(ge=1)] = 1
     """passes over the episodes"""
-    sft_batch_size: int = 64
+    sft_batch_size: Annotated[int, Field(ge=1)] = 64
     """episodes per optimizer step"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config:
     """All settings of a run."""
 
@@ -254,7 +303,7 @@ class Config:
         return r.global_batch_size or r.rollout_batch_size * r.n_samples_per_prompt // r.num_steps_per_rollout
 
     def to_toml(self) -> str:
-        """The resolved settings, to be read again by `read_toml`; what is None by default and stayed so is left out."""
+        """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default."""
         return tomli_w.dumps(_plain(self))
 
 
@@ -265,19 +314,29 @@ FIELDS: dict[str, str] = {f.name: section for section, cls in SECTIONS.items() f
 """Field name -> its section."""
 
 TABLES = ("megatron", "sglang")
-"""sections whose keys are another program's"""
+"""Sections whose keys are another program's settings."""
 
 
-def _plain(obj: Any) -> Any:
-    if is_dataclass(obj) and not isinstance(obj, type):
-        values = {f.name: (getattr(obj, f.name), f.default) for f in fields(obj) if f.metadata.get("recorded", True)}
+def field_infos(cls: type) -> dict[str, FieldInfo]:
+    """Type, bounds, default and help text of each field of a section."""
+    infos: dict[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
+    return infos
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        values = {
+            name: (getattr(value, name), info.default)
+            for name, info in field_infos(type(value)).items()
+            if not info.exclude
+        }
         return {
-            k: "none" if v is None else _plain(v)
-            for k, (v, default) in values.items()
+            name: "none" if v is None else _plain(v)
+            for name, (v, default) in values.items()
             if v is not None or default is not None
         }
-    if isinstance(obj, tuple):
-        return [_plain(v) for v in obj]
-    if isinstance(obj, Mapping):
-        return {k: _plain(v) for k, v in obj.items() if v is not None}
-    return obj
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    return value

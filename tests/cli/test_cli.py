@@ -189,7 +189,7 @@ def test_value_of_the_wrong_type_names_the_flag(here, capsys):
 
 def test_the_scripted_engine_is_no_flag(here, capsys):
     """It follows a function of Python's, which no flag can name; it is for tests and `agentrl check`."""
-    assert "--engine: input should be 'local' or 'sglang', found 'scripted'" in refused(
+    assert "--engine must be one of local, sglang, found 'scripted'" in refused(
         capsys, "rollout", "--engine", "scripted"
     )
     assert not (here / "runs").exists()
@@ -233,7 +233,7 @@ def test_a_word_for_a_number_beside_the_environment(here, model, capsys):
     (here / "env.py").write_text("from agentrl import Env\nclass E(Env): ...\n")
     (here / "env.toml").write_text('[train]\nactor_num_gpus_per_node = "two"\n')
     err = refused(capsys, "train", "--env", "env.py", "--model", str(model))
-    assert "--actor-num-gpus-per-node: input should be a valid integer" in err
+    assert "--actor-num-gpus-per-node must be an integer" in err
     assert "found 'two'" in err
 
 

@@ -1,23 +1,27 @@
-"""Settings: layers merge, unknown names suggest, contradictions are one sentence, what is written is read again."""
+"""Settings: layers merge, unknown names suggest, contradictions are one sentence, a written file reads back equal."""
 
-import ast
+import copy
 import dataclasses
-import inspect
+import pickle
+import subprocess
+import sys
 import tomllib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agentrl.cli.flags import with_truth
-from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml, settings
+from agentrl.config import FIELDS, SECTIONS, Config, EnvSettings, RunSettings, TrainSettings, build_config, read_toml
+from agentrl.config.describe import describe_bounds, plain_type
 from agentrl.config.paths import anchor
-from agentrl.config.rules import _ABOVE, _AT_LEAST
+from agentrl.config.settings import field_infos
 from agentrl.data.data_files import load_tasks
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.reward import resolve_rewards
-from agentrl.store.run_folder import next_free
+from agentrl.store.run_folder import next_free, settings_fingerprint
 
 
 def toml(tmp_path, text):
@@ -69,22 +73,31 @@ def test_the_batch_equation_prints_both_sides():
     ("layer", "message"),
     [
         ({"rollout_batchsize": 4}, "did you mean 'rollout_batch_size'"),
-        ({"seed": "x"}, "--seed: .*found 'x'"),
-        ({"num_rollout": 1.5}, "--num-rollout: .*found 1.5"),
-        ({"advantage_estimator": "grop"}, "--advantage-estimator: .*grpo.*found 'grop'"),
-        ({"eval_prompt_data": ["a"]}, "NAME PATH pairs, found 1"),
-        ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "gives the name 'a' to more than one set"),
+        ({"seed": "x"}, "--seed must be an integer, found 'x'"),
+        ({"seed": 1 << 70}, "--seed must be at least 0 and below 2\\*\\*63, found 1180591620717411303424"),
+        ({"num_rollout": 1.5}, "--num-rollout must be an integer, found 1.5"),
+        ({"eval_limit": "many"}, "--eval-limit must be an integer or none, found 'many'"),
+        ({"lr": "fast"}, "--lr must be a number, found 'fast'"),
+        ({"colocate": "maybe"}, "--colocate must be true or false, found 'maybe'"),
+        ({"env": 3}, "--env must be text, found 3"),
+        ({"reward": "em"}, "--reward must be a list, found 'em'"),
+        ({"reward": [1]}, "--reward must be a list of text, found 1"),
+        ({"advantage_estimator": "grop"}, "--advantage-estimator must be one of grpo, dr_grpo, rloo, found 'grop'"),
+        ({"weight_sync": "x"}, "--weight-sync must be one of colocated, split, disk or none, found 'x'"),
+        ({"eval_prompt_data": ["a"]}, "takes pairs of NAME and PATH, found 1"),
+        ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "two sets with the name 'a'"),
         ({"seed": 10**22}, "--seed must be at least 0 and below 2\\*\\*63, found 10000000000000000000000"),
         ({"seed": -1}, "--seed must be at least 0"),
-        ({"env_args": "a=1"}, "--env-args"),
-        ({"rollout_temperature": 0}, "--rollout-temperature must be above 0"),
+        ({"env_args": "a=1"}, "--env-args must be a table, found 'a=1'"),
+        ({"rollout_temperature": 0}, "--rollout-temperature must be above 0 .*greedy.*, found 0"),
         ({"rollout_top_p": 0.9}, "--allow-truncated-sampling"),
         ({"rollout_top_k": 5}, "--allow-truncated-sampling"),
-        ({"rollout_top_p": 0, "allow_truncated_sampling": True}, "--rollout-top-p"),
-        ({"rollout_top_k": 0}, "--rollout-top-k"),
+        ({"rollout_top_p": 0, "allow_truncated_sampling": True}, "--rollout-top-p must be above 0 and at most 1"),
+        ({"rollout_top_k": 0}, "--rollout-top-k must be at least 1, or -1"),
         ({"kl_loss_coef": 0.1}, "--use-kl-loss"),
-        ({"apply_chat_template": False}, "--apply-chat-template"),
-        ({"max_failure_share": 1.5}, "--max-failure-share"),
+        ({"apply_chat_template": False}, "--apply-chat-template must be true"),
+        ({"max_failure_share": 1.5}, "--max-failure-share must be at least 0 and at most 1, found 1.5"),
+        ({"lr": "-1"}, "--lr must be at least 0, found -1"),
         ({"num_steps_per_rollout": 0}, "--num-steps-per-rollout must be at least 1, found 0"),
         ({"global_batch_size": 0}, "--global-batch-size must be at least 1, found 0"),
     ],
@@ -96,23 +109,27 @@ def test_what_cannot_be_is_one_sentence_that_names_the_flag(layer, message):
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("name", _AT_LEAST)
-def test_bounds(name):
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be at least"):
-        build_config({name: _AT_LEAST[name] - 1})
+INFOS = {name: info for cls in SECTIONS.values() for name, info in field_infos(cls).items()}
+NUMBERS = {name: info for name, info in INFOS.items() if plain_type(info.annotation) in (int, float)}
+LOWER = [
+    (name, key, getattr(bound, key))
+    for name, info in NUMBERS.items()
+    for bound in info.metadata
+    for key in ("ge", "gt")
+    if hasattr(bound, key)
+]
 
 
-@pytest.mark.parametrize("name", _ABOVE)
-def test_bounds_that_are_themselves_refused(name):
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be above {_ABOVE[name]}, found"):
-        build_config({name: _ABOVE[name]})
+@pytest.mark.parametrize(("name", "key", "bound"), LOWER)
+def test_bounds(name, key, bound):
+    below = bound - 1 if key == "ge" else bound
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be (at least|above) {bound}.*, found {below}$"):  # fmt: skip
+        build_config({name: below})
+    with pytest.raises(ConfigError, match=f"found {below}$"):
+        build_config({name: str(below)})
 
 
-KINDS = ("int", "float", "int | None", "float | None")
-NUMBERS = {f.name: str(f.type) for cls in SECTIONS.values() for f in dataclasses.fields(cls) if f.type in KINDS}
-
-
-@pytest.mark.parametrize("name", [n for n, kind in NUMBERS.items() if "float" in kind])
+@pytest.mark.parametrize("name", [n for n, info in NUMBERS.items() if plain_type(info.annotation) is float])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_no_number_is_endless(name, value):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be a finite number, found {value}"):
@@ -120,8 +137,77 @@ def test_no_number_is_endless(name, value):
 
 
 def test_every_number_has_a_bound():
-    in_check = {"rollout_temperature", "rollout_top_p", "rollout_top_k", "max_failure_share"}
-    assert not NUMBERS.keys() - {"seed"} - _AT_LEAST.keys() - _ABOVE.keys() - in_check
+    assert [name for name, info in NUMBERS.items() if not info.metadata] == []
+    assert describe_bounds(INFOS["max_failure_share"]) == "at least 0 and at most 1"
+    in_validators = {"rollout_temperature", "rollout_top_k"}
+    assert {name for name, info in NUMBERS.items() if not describe_bounds(info)} == in_validators
+
+
+# Values that the same settings took and refused as plain dataclasses, before they had bounds in their fields.
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        *[("tensorboard", v, True) for v in (True, "true", "True", "yes", "on", "t", "y", "1", 1)],
+        *[("tensorboard", v, False) for v in (False, "false", "no", "off", "f", "n", "0", 0)],
+        *[("seed", v, 7) for v in (7, 7.0, "7", "+7", " 7 ", "0_7")],
+        ("seed", True, 1),
+        *[("lr", v, 1.0) for v in (1, 1.0, "1", "1e0", True)],
+        ("eval_limit", None, None),
+        ("eval_limit", "none", None),
+        ("run", "none", None),
+        ("env", "none", "none"),
+        ("reward", ["a"], ("a",)),
+        ("reward", ("a", "b"), ("a", "b")),
+    ],
+)
+def test_what_is_converted(name, given, value):
+    found = getattr(getattr(build_config({name: given}), FIELDS[name]), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *[("tensorboard", v) for v in (2, "2", "maybe", "", None, [True])],
+        *[("seed", v) for v in ("1.5", 1.5, "", "x", None, [1])],
+        *[("lr", v) for v in ("x", "", None, [1.0])],
+        *[("run", v) for v in (3, True, ["a"])],
+        *[("reward", v) for v in ("a", [1], None, {"a": 1})],
+        ("env_args", [("a", 1)]),
+    ],
+)
+def test_what_is_not_converted(name, given):
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be"):
+        build_config({name: given})
+
+
+def test_settings_built_in_code_are_not_converted():
+    for cls, name, value in ((RunSettings, "seed", "1"), (TrainSettings, "lr", "1"), (EnvSettings, "reward", ["em"])):
+        with pytest.raises(ValidationError):
+            cls(**{name: value})
+
+
+def test_settings_are_ordinary_dataclasses():
+    config = build_config({"lr": 0.5, "env_args": {"a": [1]}})
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    changed = dataclasses.replace(config, train=dataclasses.replace(config.train, lr=0.25))
+    assert (changed.train.lr, config.train.lr) == (0.25, 0.5)
+    assert [f.name for f in dataclasses.fields(config.sft)] == ["sft_epochs", "sft_batch_size"]
+    assert dataclasses.asdict(config.sft) == {"sft_epochs": 1, "sft_batch_size": 64}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.lr = 1.0
+
+
+def test_the_fingerprint_of_recorded_settings_does_not_change():
+    given = {"lr": 0.1, "log_level": "error", "env_args": {"a": 1}, "eval_prompt_data": ["a", "b"]}
+    assert settings_fingerprint(Config()) == "af5d00d4c2e15927"
+    assert settings_fingerprint(build_config(given)) == "009c947ec1febb85"
+
+
+def test_settings_import_no_torch():
+    code = "import sys, agentrl.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- TOML ------------------------------------------------------------------------------------------------------------
@@ -131,7 +217,7 @@ def test_every_number_has_a_bound():
     ("text", "message"),
     [
         ("[rollout]\nseed = 3", r"unknown key 'seed' in \[rollout\]; it belongs in \[run\]"),
-        ("seed = 3", r"'seed' stands in no section; it belongs in \[run\]"),
+        ("seed = 3", r"'seed' is outside any section; it belongs in \[run\]"),
         ("[rollout]\nconcurency = 3", "did you mean 'concurrency'"),
         ("[rolout]\nconcurrency = 3", "did you mean 'rollout'"),
         ("rollout = 3", r"'rollout' is a section"),
@@ -204,15 +290,13 @@ def test_none_can_be_said_in_a_file_and_on_the_command_line():
         build_config({"seed": "none"})
 
 
-def test_every_setting_has_a_sentence():
-    names, seen = {c.__name__ for c in SECTIONS.values()}, []
-    for cls in ast.parse(inspect.getsource(settings)).body:
-        if isinstance(cls, ast.ClassDef) and cls.name in names:
-            for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
-                if isinstance(node, ast.AnnAssign):
-                    assert isinstance(after, ast.Expr), f"{node.target.id} has no docstring"
-                    seen.append(node.target.id)
-    assert set(seen) == set(FIELDS)
+def test_every_setting_has_help():
+    for name, info in INFOS.items():
+        first, *_ = (info.description or "").split("\n\n")
+        assert len(first.split()) >= 2, name
+        assert "\n" not in first, name
+        if info.get_default(call_default_factory=True) in (None, (), {}):
+            assert "(default: " in first, name
 
 
 def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):

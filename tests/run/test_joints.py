@@ -511,8 +511,8 @@ async def test_rows_hold_what_the_engine_said_and_the_seed_decides_what_it_is_as
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"apply_chat_template": False}, "--apply-chat-template false is not supported"),
-        ({"global_batch_size": 7}, "rollout_batch_size × n_samples_per_prompt"),
+        ({"apply_chat_template": False}, "--apply-chat-template must be true"),
+        ({"global_batch_size": 7}, "rollout_batch_size × n_samples_per_prompt must equal"),
     ],
 )
 def test_what_only_the_check_reads(settings, why):
