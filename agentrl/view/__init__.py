@@ -1,1 +1,1 @@
-"""The page that shows a run: a small server on loopback over the record, static assets of our own, and one episode as a single file."""
+"""A run in the browser: a server on loopback over the record, its own static files, and the export of one episode as a single file."""

@@ -1,7 +1,7 @@
 """The list of episodes, filtered and sorted over the index.
 
-A query has the filters q (words), split, stop, status, step, group, least and most (score), replay ('identical', a cause, 'differs'); and
-sort (a column, 'advantage' or 'rewards.NAME') with desc=1.
+The keys of a query: the filters q (words), split, stop, status, step, group, least and most (score) and replay ('identical', a cause, or
+'differs'); sort (a column, 'advantage' or 'rewards.NAME'); desc=1 for descending order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl.store import IndexEntry
 FILTERS = ("q", "split", "stop", "status", "step", "group", "least", "most", "replay")
 NUMBERS = ("group", "index", "attempt", "step", "score", "turns", "sampled", "tokens", "version", "seconds", "invalid")
 COLUMNS = (*NUMBERS, "id", "split", "stop", "status", "cause", "rewards", "task", "text", "answer")
-Test = Callable[[IndexEntry], bool]
+Predicate = Callable[[IndexEntry], bool]
 
 
 def select(
@@ -25,56 +25,56 @@ def select(
     replayed: Mapping[str, str],
     advantages: Mapping[str, float],
 ) -> list[IndexEntry]:
-    """The entries that pass all filters, in the order asked for.
+    """Return the entries that pass all filters, sorted as the query says. `replayed` holds the result of the last replay by episode id.
 
     Raises:
-        StoreError: a number that is none, an unknown column.
+        StoreError: the query holds an invalid number or an unknown column.
     """
-    tests = _tests(query, replayed)
-    found = [e for e in entries if all(t(e) for t in tests)] if tests else list(entries)
-    column, desc = query.get("sort", ""), query.get("desc") == "1"
+    predicates = _predicates(query, replayed)
+    selected = [e for e in entries if all(p(e) for p in predicates)] if predicates else list(entries)
+    column, descending = query.get("sort", ""), query.get("desc") == "1"
     if not column:
-        return found[::-1] if desc else found
-    return sorted(found, key=_key(column, advantages), reverse=desc)
+        return selected[::-1] if descending else selected
+    return sorted(selected, key=_sort_key(column, advantages), reverse=descending)
 
 
-def _tests(query: Mapping[str, str], replayed: Mapping[str, str]) -> list[Test]:
-    tests = [_equals(name, query[name]) for name in ("split", "stop", "status") if query.get(name)]
-    tests += [_equals(name, whole_number(query, name, 0)) for name in ("step", "group") if query.get(name)]
+def _predicates(query: Mapping[str, str], replayed: Mapping[str, str]) -> list[Predicate]:
+    predicates = [_equals(name, query[name]) for name in ("split", "stop", "status") if query.get(name)]
+    predicates += [_equals(name, whole_number(query, name, 0)) for name in ("step", "group") if query.get(name)]
     if query.get("least"):
         least = _number(query, "least")
-        tests.append(lambda e: e.score >= least)
+        predicates.append(lambda e: e.score >= least)
     if query.get("most"):
         most = _number(query, "most")
-        tests.append(lambda e: e.score <= most)
+        predicates.append(lambda e: e.score <= most)
     words = query.get("q", "").casefold().split()
     if words:
-        tests.append(lambda e: all(w in _haystack(e) for w in words))
-    said = query.get("replay")
-    if said == "differs":
-        tests.append(lambda e: replayed.get(e.id, "identical") != "identical")
-    elif said:
-        tests.append(lambda e: replayed.get(e.id) == said)
-    return tests
+        predicates.append(lambda e: all(word in _searchable(e) for word in words))
+    replay = query.get("replay")
+    if replay == "differs":
+        predicates.append(lambda e: replayed.get(e.id, "identical") != "identical")
+    elif replay:
+        predicates.append(lambda e: replayed.get(e.id) == replay)
+    return predicates
 
 
-def _equals(name: str, wanted: Any) -> Test:
+def _equals(name: str, wanted: Any) -> Predicate:
     value = attrgetter(name)
     return lambda e: bool(value(e) == wanted)
 
 
-def _haystack(e: IndexEntry) -> str:
+def _searchable(e: IndexEntry) -> str:
     return f"{e.id} {e.task} {e.text} {e.answer or ''} {e.cause or ''}".casefold()
 
 
-def _key(column: str, advantages: Mapping[str, float]) -> Callable[[IndexEntry], Any]:
+def _sort_key(column: str, advantages: Mapping[str, float]) -> Callable[[IndexEntry], Any]:
     if column == "advantage":
         return lambda e: advantages.get(e.id, 0.0)
     if column.startswith("rewards."):
         name = column.removeprefix("rewards.")
         return lambda e: e.rewards.get(name) or 0.0
     if column not in COLUMNS or column == "rewards":
-        raise StoreError(f"the list cannot be sorted by {column[:40]!r}")
+        raise StoreError(f"the list cannot be sorted by {column[:40]!r}; choose a column of the list")
     value = attrgetter(column)
     if column in NUMBERS:
         return lambda e: value(e) or 0
@@ -82,14 +82,14 @@ def _key(column: str, advantages: Mapping[str, float]) -> Callable[[IndexEntry],
 
 
 def whole_number(query: Mapping[str, str], name: str, default: int) -> int:
-    """A number from 0 up.
+    """Return a query's value as an integer.
 
     Raises:
-        StoreError: it is none.
+        StoreError: the value is not an integer of at least 0.
     """
     value = query.get(name, "")
     if value and not (value.isascii() and value.isdecimal() and len(value) < 16):
-        raise StoreError(f"{name} must be a number from 0 up, found {value[:40]!r}")
+        raise StoreError(f"{name} must be a number of at least 0, found {value[:40]!r}")
     return int(value) if value else default
 
 

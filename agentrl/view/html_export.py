@@ -1,4 +1,4 @@
-"""One episode as one HTML file, to attach to a bug report: it opens anywhere, asks nothing of a network, and runs no script but ours."""
+"""One episode as a single HTML file, to attach to a bug report. It makes no network request and runs only the scripts it embeds."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _POLICY = (
     "default-src 'none'; img-src data:; script-src {scripts}; style-src {style}; base-uri 'none'; form-action 'none'"
 )
 _START = "AR.single();"
-# what could end or confuse a script element, and what JavaScript once read as line ends
+# Characters that can end a script element, and those that older JavaScript reads as line ends.
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def html_of(detail: Mapping[str, Any]) -> str:
-    """The page of an episode's detail (see detail.py)."""
+    """Return the page of an episode (see episode_detail.py)."""
     style, script = asset("style.css").decode(), asset("tokens.js").decode()
     data = encode(detail).decode().strip()
     for character, escape in _ESCAPES.items():

@@ -1,8 +1,7 @@
-"""The server: GET only, loopback only, a fixed list of static files, and answers in JSON.
+"""The server of the page: GET only, loopback only, a fixed list of static files, and JSON responses.
 
-Text of episodes is untrusted: it travels as JSON, the page puts it into text nodes, and the Content-Security-Policy allows no script but
-the one file that ships with us. A page of another origin cannot read us by a name of its own that points here (DNS rebinding): a Host
-header that is no loopback name is refused.
+The text of episodes is untrusted. It is sent as JSON, the page puts it into text nodes, and the Content-Security-Policy allows only the
+scripts of this package. To prevent DNS rebinding, requests whose Host header is not a loopback name are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STATIC = {
     "app.js": ("app.js", "text/javascript"),
     "tokens.js": ("tokens.js", "text/javascript"),
 }
-"""what is served, by its path"""
+"""Static files: path to file name and content type."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,28 +38,27 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def asset(name: str) -> bytes:
-    """A static file of the package."""
+    """Return a static file of the package."""
     return (files("agentrl.view") / "static" / name).read_bytes()
 
 
 def make_app(source: RunSource) -> web.Application:
-    """The application over one run."""
     app = web.Application(middlewares=[_guard])
 
-    def answer(make: Callable[[web.Request], Any]) -> Handler:
+    def as_json(read: Callable[[web.Request], Any]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            async with lock:  # the source is not for several threads
-                value = await asyncio.to_thread(make, request)
+            async with lock:  # a RunSource is not thread-safe
+                value = await asyncio.to_thread(read, request)
             return web.Response(body=encode(value), content_type="application/json")
 
         return handle
 
     lock = asyncio.Lock()
-    app.router.add_get("/api/state", answer(lambda r: source.state()))
-    app.router.add_get("/api/run", answer(lambda r: source.overview()))
-    app.router.add_get("/api/episodes", answer(lambda r: source.page(r.query)))
-    app.router.add_get("/api/neighbours", answer(lambda r: source.neighbours(r.query.get("id", ""), r.query)))
-    app.router.add_get("/api/episode", answer(lambda r: source.episode(r.query.get("id", ""))))
+    app.router.add_get("/api/state", as_json(lambda r: source.state()))
+    app.router.add_get("/api/run", as_json(lambda r: source.overview()))
+    app.router.add_get("/api/episodes", as_json(lambda r: source.page(r.query)))
+    app.router.add_get("/api/neighbours", as_json(lambda r: source.neighbours(r.query.get("id", ""), r.query)))
+    app.router.add_get("/api/episode", as_json(lambda r: source.episode(r.query.get("id", ""))))
     for path, (name, kind) in STATIC.items():
         app.router.add_get(f"/{path}", _static(asset(name), kind))
     return app
@@ -75,17 +73,17 @@ def _static(body: bytes, kind: str) -> Handler:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse foreign hosts; turn our errors into JSON; put the headers on everything."""
+    """Refuse foreign hosts, return errors as JSON, and set the headers of every response."""
     response: web.StreamResponse
     if not is_loopback(request.headers.get("Host", "")):
-        response = _problem(403, "this server answers to 127.0.0.1 and localhost only")
+        response = _problem(403, "this server accepts requests to 127.0.0.1 and localhost only")
     else:
         try:
             response = await handler(request)
         except web.HTTPException as e:
             response = _problem(e.status, e.reason)
         except StoreError as e:
-            response = _problem(200, str(e))  # an answer: of another status a browser complains on its console
+            response = _problem(200, str(e))  # status 200: for any other, browsers write an error to the console
         except (AgentRLError, ValueError, KeyError) as e:
             response = _problem(500, f"{type(e).__name__}: {e}")
     response.headers.update(HEADERS)
@@ -93,7 +91,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def is_loopback(host: str) -> bool:
-    """Is a Host header one of ours, with any port?"""
+    """True if a Host header names the loopback interface, with any port."""
     name, _, port = host.rpartition(":") if host.rpartition(":")[2].isdecimal() else (host, "", "")
     return name.lower() in LOOPBACK and (not port or port.isdecimal())
 
@@ -107,10 +105,10 @@ def _problem(status: int, text: str) -> web.Response:
 
 
 async def start(source: RunSource, port: int) -> tuple[web.AppRunner, int]:
-    """Listen on loopback; returns the runner (to clean up) and the port (0 asks for a free one).
+    """Listen on loopback and return the runner, for cleanup, and the port. Port 0 takes a free one.
 
     Raises:
-        StoreError: the port is taken.
+        StoreError: the port is in use.
     """
     runner = web.AppRunner(make_app(source), access_log=None)
     await runner.setup()

@@ -11,7 +11,7 @@ from agentrl.store import Recording, from_record
 from agentrl.train.base import Row
 from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows
-from agentrl.view.episode_detail import fed_rows
+from agentrl.view.episode_detail import trained_rows
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -61,7 +61,7 @@ async def test_rows_rebuilt_from_the_record_are_those_that_were_trained_on(tmp_p
                 assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), name
         check_log_probs(record, given, metrics, optional=bool(words))
         assert record["multiple"] == 1
-        assert all(r["width"] >= r["tokens"] - 1 for row in given for r in fed_rows(row.source[0], record))
+        assert all(r["width"] >= r["tokens"] - 1 for row in given for r in trained_rows(row.source[0], record))
 
 
 def check_log_probs(record, given, metrics, optional):

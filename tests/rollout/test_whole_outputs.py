@@ -14,7 +14,7 @@ from agentrl.replay.playback import EveryTool
 from agentrl.replay.replayer import replay_group
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, Recording, read_episodes
-from agentrl.view.episode_detail import MOST_OUTPUT, episode_detail
+from agentrl.view.episode_detail import MAX_OUTPUT_CHARS, episode_detail
 from agentrl.view.html_export import html_of
 
 LONG = "Größe <b>" + "x" * 600 + " and the end"
@@ -73,7 +73,7 @@ async def test_the_page_shows_it(hermes, tmp_path):
     entry = recording.record(recording.entry("0-0"))
     detail = episode_detail(entry, None, None, None, recording.images, recording.outputs)
     assert LONG in detail["outputs"].values()
-    assert all(len(text) <= MOST_OUTPUT for text in detail["outputs"].values())
+    assert all(len(text) <= MAX_OUTPUT_CHARS for text in detail["outputs"].values())
     assert "and the end" in html_of(detail)
     assert "<b>" not in html_of(detail)
 

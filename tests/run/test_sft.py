@@ -76,7 +76,7 @@ def test_the_page_shows_what_was_taught(run):
     assert {segment["trainer_log_prob"][n] for n in taught} == {-0.25}
     (row,) = detail["rows"]
     assert row["trained"] == len(taught)
-    assert detail["fed"]["loss"]["kind"] == "sft"
+    assert detail["training_step"]["loss"]["kind"] == "sft"
 
 
 def test_episodes_of_evaluations_are_left_out(tmp_path):

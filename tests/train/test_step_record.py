@@ -11,7 +11,7 @@ from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows, step_record
-from agentrl.view.episode_detail import episode_detail, fed_rows
+from agentrl.view.episode_detail import episode_detail, trained_rows
 
 
 def episodes():
@@ -95,7 +95,7 @@ def test_the_page_shows_the_rows_as_wide_as_the_trainer_pads_them(multiple):
     for n, part in enumerate(record["plan"][0]):
         padded = batch.collate([rows[i] for i in part], trained_only=True, multiple=multiple).inputs.shape[1]
         widths |= {(rows[i].source, n): padded for i in part}
-    shown = [(r, r["width"]) for t in ("0-0", "1-0", "2-0") for r in fed_rows(t, record)]
+    shown = [(r, r["width"]) for t in ("0-0", "1-0", "2-0") for r in trained_rows(t, record)]
     assert {((r["episode_id"], r["segment_index"]), r["micro_batch"]): w for r, w in shown} == widths
     assert all(r["padding"] == w - (r["tokens"] - 1) for r, w in shown)
     assert {w % multiple for _, w in shown} == {0}

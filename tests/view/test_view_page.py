@@ -152,7 +152,7 @@ def test_a_long_row_says_how_much_of_it_is_shown_and_shows_the_rest(browser, tmp
         assert text(browser, ".rest") == "first 4000 of 4500 positions shown show 500 more"
         find(browser, ".rest button")[0].click()
         assert len(find(browser, ".row-table tbody tr")) == 4500 + 3 + 1
-        assert "12 positions of padding in all" in text(browser, ".row-table")
+        assert "12 padding positions in total" in text(browser, ".row-table")
         assert not find(browser, ".rest")[0].is_displayed()
         check_quiet(browser)
     finally:
@@ -162,7 +162,7 @@ def test_a_long_row_says_how_much_of_it_is_shown_and_shows_the_rest(browser, tmp
 def test_two_episodes_side_by_side(browser, run):
     open_page(browser, run.url + "#/compare?a=0-0&b=1-0")
     assert len(find(browser, ".two .episode")) == 2
-    assert text(browser, "#unlike") == "the same tokens"
+    assert text(browser, "#difference") == "identical tokens"
     press(browser, "2")
     assert len(find(browser, "[data-mode=mask][aria-pressed=true]")) == 2
     check_quiet(browser)
@@ -295,7 +295,7 @@ def test_what_other_rewards_would_have_changed_is_a_table(browser, run):
     open_page(browser, run.url)
     assert text(browser, "#replayed") == "identical: 1"
     assert [r.text for r in find(browser, "#rescored tbody tr")] == ["<b>f1 – 0.500 –", "score 0.750 0.250 -0.500"]
-    assert "pairs of a group in another order 2 of 6" in text(browser)
+    assert "pairs of one group that changed order 2 of 6" in text(browser)
     find(browser, "#flipped a")[0].click()
     wait(browser, lambda b: "episode 5-0" in text(b, "h1"))
     (run.path / "rescore.json").write_text(json.dumps({"text": "as text"}))  # as an older agentrl left it

@@ -8,7 +8,7 @@ from viewruns import EVIL, WORDS, add_group, decode, make_run
 
 from agentrl.errors import StoreError
 from agentrl.store import Recording, encode
-from agentrl.view.episode_detail import episode_detail, pieces
+from agentrl.view.episode_detail import episode_detail, token_texts
 from agentrl.view.html_export import html_of
 from agentrl.view.page_server import is_loopback, make_app, start
 from agentrl.view.run_source import RunSource
@@ -208,7 +208,7 @@ async def test_what_replay_and_rescore_left_is_shown(client, tmp_path):
 def test_pieces_add_up_also_where_a_character_is_spread_over_tokens(tokenizer):
     text = "naïve 🙂 東京 <|im_start|>user\n ok"
     ids = tokenizer.encode(text)
-    made = pieces(ids, tokenizer.decode)
+    made = token_texts(ids, tokenizer.decode)
     assert len(made) == len(ids)
     assert "".join(made) == text
 

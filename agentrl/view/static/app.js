@@ -1,12 +1,12 @@
 "use strict";
-// The pages around an episode: the run, the list, two side by side; following a run that is being written; keys.
+// The pages: the run, the list of episodes, one episode, the comparison of two. They follow a run that is being written.
 
 (function () {
   if (AR.single()) return;
   const h = AR.h;
   const main = document.getElementById("main");
   const live = document.getElementById("live");
-  let state = null; // what the server had when this page was drawn
+  let state = null; // the server's state when this page was drawn
   let run = null;
   let page = null; // { name, refresh?, keys? }
 
@@ -18,7 +18,7 @@
     return value;
   }
 
-  // Noted once what was drawn is on the screen.
+  // Marks the moment at which a page is on the screen.
   const painted = (name) => requestAnimationFrame(() => setTimeout(() => performance.mark(`${name}-painted`)));
 
   const problem = (e) => h("p", { class: "error" }, AR.visible(e.message || e));
@@ -68,19 +68,19 @@
     return h("figure", { class: "card curve-card" }, h("h3", {}, h("span", {}, AR.visible(name)), h("span", {}, AR.number(ys[ys.length - 1]))), svg, h("div", { class: "soft" }, `${AR.number(y0)} … ${AR.number(y1)}, rollouts ${x0} to ${x1}`));
   }
 
-  // What other rewards would have changed; of a file that an older agentrl wrote only the text is there.
+  // The result of the last rescore. A file of an older agentrl holds only the text.
   function rescored(r) {
-    const title = h("h2", {}, "The last rescoring");
+    const title = h("h2", {}, "Last rescore");
     if (!r.means) return [title, h("div", { class: "card" }, h("pre", {}, AR.visible(r.text)))];
     const row = (name, a, b) => h("tr", {}, h("td", {}, name), h("td", { class: "n" }, AR.number(a)), h("td", { class: "n" }, AR.number(b)), h("td", { class: a === null || b === null || a === b ? "n" : b > a ? "n good" : "n bad" }, a === null || b === null ? "–" : `${b > a ? "+" : ""}${AR.number(b - a)}`));
-    const table = (id, first, rows) => h("div", { class: "card wide" }, h("table", { id }, h("thead", {}, h("tr", {}, h("th", {}, first), ["then", "today", "change"].map((t) => h("th", { class: "n" }, t)))), h("tbody", {}, rows)));
-    const facts = [["episodes", r.episodes], ["groups", r.groups], ["scores that change", r.changed], ["pairs of a group in another order", `${r.swapped} of ${r.pairs}`], ["reversed", r.reversed], [`groups with an advantage (${AR.visible(r.estimator)}) of another sign`, r.flipped_groups], ["rewards that failed", r.failed.length]];
+    const table = (id, first, rows) => h("div", { class: "card wide" }, h("table", { id }, h("thead", {}, h("tr", {}, h("th", {}, first), ["recorded", "now", "change"].map((t) => h("th", { class: "n" }, t)))), h("tbody", {}, rows)));
+    const facts = [["episodes", r.episodes], ["groups", r.groups], ["changed scores", r.changed], ["pairs of one group that changed order", `${r.swapped} of ${r.pairs}`], ["reversed pairs", r.reversed], [`groups in which an advantage (${AR.visible(r.estimator)}) changed sign`, r.flipped_groups], ["failed rewards", r.failed.length]];
     return [
       title,
       h("div", { class: "facts" }, facts.map(([k, v]) => h("span", {}, `${k} `, h("b", {}, AR.number(v))))),
       table("rescored", "mean of", r.means.map(([name, a, b]) => row(AR.visible(name), a, b))),
-      r.flipped.length ? [h("h3", {}, "Advantages that change their sign"), table("flipped", "episode", r.flipped.slice(0, 200).map(([, id, a, b]) => row(h("a", { href: link("episode", { id }) }, AR.visible(id)), a, b)))] : null,
-      r.failed.length ? h("p", { class: "soft" }, `the first reward that failed, in episode ${AR.visible(r.failed[0][0])}: ${AR.visible(r.failed[0][1])}`) : null,
+      r.flipped.length ? [h("h3", {}, "Advantages that changed sign"), table("flipped", "episode", r.flipped.slice(0, 200).map(([, id, a, b]) => row(h("a", { href: link("episode", { id }) }, AR.visible(id)), a, b)))] : null,
+      r.failed.length ? h("p", { class: "soft" }, `first failed reward, in episode ${AR.visible(r.failed[0][0])}: ${AR.visible(r.failed[0][1])}`) : null,
     ].flat().filter(Boolean);
   }
 
@@ -88,17 +88,17 @@
     run = await get("run");
     state = run.state;
     const all = curves(run.metrics);
-    const fails = run.table;
+    const ends = run.table;
     const rest = all.slice(12);
     main.replaceChildren(
       h("h1", {}, AR.visible(run.name)),
-      h("p", { class: "soft" }, `${run.state.episodes} episodes, ${run.state.steps} optimizer steps recorded${run.cut ? `; ${run.cut} half-written record(s) skipped` : ""}`),
+      h("p", { class: "soft" }, `${run.state.episodes} episodes, ${run.state.steps} optimizer steps recorded${run.truncated ? `; ${run.truncated} incomplete record(s) skipped` : ""}`),
       run.note ? h("p", { class: "soft" }, AR.visible(run.note)) : null,
       all.length ? h("div", { class: "cards" }, all.slice(0, 12).map(([n, p]) => chart(n, p))) : h("p", { class: "soft" }, "no metrics yet"),
       rest.length ? h("details", {}, h("summary", {}, `${rest.length} more curves`), h("div", { class: "cards" }, rest.map(([n, p]) => chart(n, p)))) : null,
       h("h2", {}, "How episodes ended"),
-      h("div", { class: "card" }, h("table", { id: "causes" }, h("thead", {}, h("tr", {}, ["split", "stop reason", "status"].map((t) => h("th", {}, t)), h("th", { class: "n" }, "count"), h("th", { class: "n" }, "share"), h("th", {}, "cause"))), h("tbody", {}, fails.map((f) => h("tr", {}, h("td", {}, AR.visible(f.split)), h("td", {}, h("a", { href: link("episodes", { split: f.split, stop: f.stop }) }, AR.visible(f.stop))), h("td", { class: f.status === "failed" ? "bad" : "" }, f.status), h("td", { class: "n" }, f.count), h("td", { class: "n" }, `${((100 * f.count) / Math.max(1, run.state.episodes)).toFixed(1)} %`), h("td", {}, AR.visible(f.cause))))))),
-      ...(Object.keys(run.replay).length ? [h("h2", {}, "The last replay"), h("div", { class: "card", id: "replayed" }, Object.entries(run.replay).map(([k, n]) => h("p", {}, h("a", { href: link("episodes", { replay: k }) }, `${k}: ${n}`))))] : []),
+      h("div", { class: "card" }, h("table", { id: "causes" }, h("thead", {}, h("tr", {}, ["split", "stop reason", "status"].map((t) => h("th", {}, t)), h("th", { class: "n" }, "count"), h("th", { class: "n" }, "share"), h("th", {}, "cause"))), h("tbody", {}, ends.map((f) => h("tr", {}, h("td", {}, AR.visible(f.split)), h("td", {}, h("a", { href: link("episodes", { split: f.split, stop: f.stop }) }, AR.visible(f.stop))), h("td", { class: f.status === "failed" ? "bad" : "" }, f.status), h("td", { class: "n" }, f.count), h("td", { class: "n" }, `${((100 * f.count) / Math.max(1, run.state.episodes)).toFixed(1)} %`), h("td", {}, AR.visible(f.cause))))))),
+      ...(Object.keys(run.replay).length ? [h("h2", {}, "Last replay"), h("div", { class: "card", id: "replayed" }, Object.entries(run.replay).map(([k, n]) => h("p", {}, h("a", { href: link("episodes", { replay: k }) }, `${k}: ${n}`))))] : []),
       ...(run.rescore ? rescored(run.rescore) : []),
       run.config ? h("details", {}, h("summary", {}, "settings"), h("pre", {}, AR.visible(run.config))) : "",
     );
@@ -222,7 +222,7 @@
     }
     body.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
     main.replaceChildren(
-      h("div", { class: "bar" }, search, choice("split", "any split", run.splits), choice("stop", "any end", run.stops), short("step", "step"), short("group", "group"), short("least", "score ≥"), short("most", "score ≤"), Object.keys(run.replay).length ? choice("replay", "any replay", ["differs", ...Object.keys(run.replay)]) : "", h("button", { type: "button", onclick: () => (location.hash = "#/episodes") }, "clear"), count),
+      h("div", { class: "bar" }, search, choice("split", "all splits", run.splits), choice("stop", "all stop reasons", run.stops), short("step", "step"), short("group", "group"), short("least", "score ≥"), short("most", "score ≤"), Object.keys(run.replay).length ? choice("replay", "all replay results", ["differs", ...Object.keys(run.replay)]) : "", h("button", { type: "button", onclick: () => (location.hash = "#/episodes") }, "clear filters"), count),
       h("div", { class: "list" }, head, body),
     );
     const refresh = async () => {
@@ -260,12 +260,12 @@
     );
     const keys = { k: () => to(before), j: () => to(after), Escape: () => (location.hash = link("episodes", list)), v: () => view.tab("conversation"), t: () => view.tab("tokens"), r: () => view.tab("trained"), c: () => mark(id) };
     for (let n = 0; n < 6; n++) keys[String(n + 1)] = () => view.color(n);
-    const fed = e.fed !== null;
-    page = { name: "episode", keys, refresh: async () => { if (!fed && (await get("episode", { id })).fed) await showEpisode(query); } };
+    const trained = e.training_step !== null;
+    page = { name: "episode", keys, refresh: async () => { if (!trained && (await get("episode", { id })).training_step) await showEpisode(query); } };
     scrollTo(0, 0);
   }
 
-  // -- two side by side --------------------------------------------------------------------------------------------
+  // -- comparison --------------------------------------------------------------------------------------------------
 
   let marked = null;
   function mark(id) {
@@ -276,18 +276,18 @@
     } else {
       marked = id;
       location.hash = link("episodes", {});
-      live.textContent = `choose the episode to compare ${AR.visible(id)} with (c)`;
+      live.textContent = `select the episode to compare with ${AR.visible(id)} (c)`;
     }
   }
 
-  function firstUnlike(a, b) {
+  function firstDifference(a, b) {
     const n = Math.min(a.length, b.length);
     for (let i = 0; i < n; i++) if (a[i] !== b[i]) return i;
     return a.length === b.length ? -1 : n;
   }
 
   async function showCompare(query) {
-    const form = h("form", { class: "bar" }, h("input", { name: "a", value: query.a || "", placeholder: "an episode's id", "aria-label": "first episode" }), h("input", { name: "b", value: query.b || "", placeholder: "another's", "aria-label": "second episode" }), h("button", {}, "compare"));
+    const form = h("form", { class: "bar" }, h("input", { name: "a", value: query.a || "", placeholder: "id of an episode", "aria-label": "first episode" }), h("input", { name: "b", value: query.b || "", placeholder: "id of another", "aria-label": "second episode" }), h("button", {}, "compare"));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const data = new FormData(form);
@@ -295,21 +295,21 @@
     });
     page = { name: "compare", keys: {} };
     if (!query.a || !query.b) {
-      main.replaceChildren(h("h1", {}, "Two episodes side by side"), form);
+      main.replaceChildren(h("h1", {}, "Compare two episodes"), form);
       return;
     }
     const [a, b] = await Promise.all([get("episode", { id: query.a }), get("episode", { id: query.b })]);
-    const unlike = a.segments.map((s, n) => (b.segments[n] ? firstUnlike(s.ids, b.segments[n].ids) : 0));
-    const first = unlike.findIndex((u) => u >= 0);
-    const views = [a, b].map((e) => AR.episode(e, { unlike, tab: "tokens" }));
-    const said = first < 0 ? "the same tokens" : `the tokens differ from token ${unlike[first]}${a.segments.length > 1 ? ` of segment ${first}` : ""} on`;
-    main.replaceChildren(form, h("p", { id: "unlike" }, said), h("div", { class: "two" }, views.map((v, n) => h("div", {}, h("h1", {}, h("a", { href: link("episode", { id: [a, b][n].episode_id }) }, AR.visible([a, b][n].episode_id))), v))));
+    const differences = a.segments.map((s, n) => (b.segments[n] ? firstDifference(s.ids, b.segments[n].ids) : 0));
+    const first = differences.findIndex((at) => at >= 0);
+    const views = [a, b].map((e) => AR.episode(e, { differences, tab: "tokens" }));
+    const result = first < 0 ? "identical tokens" : `first difference: token ${differences[first]}${a.segments.length > 1 ? ` of segment ${first}` : ""}`;
+    main.replaceChildren(form, h("p", { id: "difference" }, result), h("div", { class: "two" }, views.map((v, n) => h("div", {}, h("h1", {}, h("a", { href: link("episode", { id: [a, b][n].episode_id }) }, AR.visible([a, b][n].episode_id))), v))));
     const both = (f) => () => views.forEach(f);
     page.keys = { v: both((x) => x.tab("conversation")), t: both((x) => x.tab("tokens")), r: both((x) => x.tab("trained")) };
     for (let n = 0; n < 6; n++) page.keys[String(n + 1)] = both((x) => x.color(n));
   }
 
-  // -- routes, following, keys -------------------------------------------------------------------------------------
+  // -- routes, updates, keys ---------------------------------------------------------------------------------------
 
   const PAGES = { "": showRun, episodes: showList, episode: showEpisode, compare: showCompare };
 
@@ -331,25 +331,25 @@
     main.dataset.ready = location.hash || "#/";
   }
 
-  let still = 0;
+  let unchanged = 0; // polls since the last change
   async function follow() {
     try {
       const now = await get("state");
       const changed = state && JSON.stringify(now) !== JSON.stringify(state);
       state = now;
-      still = changed ? 0 : still + 1;
-      live.classList.toggle("on", still < 8);
-      if (!marked) live.textContent = still < 8 ? `${now.episodes} episodes` : `${now.episodes} episodes, at rest`;
+      unchanged = changed ? 0 : unchanged + 1;
+      live.classList.toggle("on", unchanged < 8);
+      if (!marked) live.textContent = unchanged < 8 ? `${now.episodes} episodes` : `${now.episodes} episodes, no new data`;
       if (changed && page && page.refresh && !document.hidden) await page.refresh();
     } catch {
       live.classList.remove("on");
-      live.textContent = "the server does not answer";
+      live.textContent = "no response from the server";
     }
     setTimeout(follow, 1500);
   }
 
   const help = document.getElementById("help");
-  help.append(h("h2", {}, "Keys"), h("table", {}, [["/", "search the list"], ["j k", "next, previous (list, episode)"], ["Enter", "open"], ["Esc", "back to the list"], ["v t r", "conversation, tokens, trained rows"], ["1 … 6", Object.values(AR.MODES).map((m) => m.label).join(", ")], ["← →", "token by token"], ["c", "compare: mark one, then another"], ["?", "this"]].map(([k, t]) => h("tr", {}, h("td", {}, h("kbd", {}, k)), h("td", {}, t)))), h("form", { method: "dialog" }, h("button", {}, "close")));
+  help.append(h("h2", {}, "Keys"), h("table", {}, [["/", "search the list"], ["j k", "next, previous episode"], ["Enter", "open"], ["Esc", "back to the list"], ["v t r", "conversation, tokens, trained rows"], ["1 … 6", Object.values(AR.MODES).map((m) => m.label).join(", ")], ["← →", "previous, next token"], ["c", "compare: mark one episode, then another"], ["?", "show this help"]].map(([k, t]) => h("tr", {}, h("td", {}, h("kbd", {}, k)), h("td", {}, t)))), h("form", { method: "dialog" }, h("button", {}, "close")));
   document.getElementById("help-button").addEventListener("click", () => help.showModal());
 
   document.addEventListener("keydown", (event) => {

@@ -1,6 +1,6 @@
 "use strict";
-// One episode: conversation, tokens in colours, the rows that were trained on. Also used by the single-file export.
-// Text of episodes is untrusted. It only ever becomes text nodes: there is no innerHTML in these files.
+// One episode: the conversation, coloured tokens, the rows that were trained on. The single-file export embeds this script.
+// The text of episodes is untrusted. It only becomes text nodes: these files do not use innerHTML.
 
 const AR = {};
 
@@ -26,7 +26,7 @@ AR.number = function (v, digits = 3) {
   return Math.abs(v) < 0.001 ? v.toExponential(1) : v.toFixed(digits);
 };
 
-// Control characters as what they are called, so that nothing hides; \n and \t stay for <pre>.
+// Shows control characters as escapes; \n and \t stay, for <pre>.
 AR.visible = function (text) {
   return String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g, (c) => {
     const code = c.codePointAt(0);
@@ -41,7 +41,7 @@ const shade = (r, g, b, a) => `rgba(${r},${g},${b},${Math.max(0, Math.min(0.75, 
 const signed = (v, scale) => (v === null || v === undefined ? "" : v >= 0 ? shade(46, 158, 107, (0.75 * v) / scale) : shade(220, 70, 60, (-0.75 * v) / scale));
 const hue = (n) => `hsla(${(n * 137.5 + 200) % 360}, 65%, 50%, .36)`;
 
-// Each mode: a name, the value of token i of a segment, its colour, and the legend's entries.
+// Each mode: its label, the colour of token i of a segment, and the entries of the legend.
 AR.MODES = {
   provenance: {
     label: "provenance",
@@ -51,7 +51,7 @@ AR.MODES = {
   mask: {
     label: "mask",
     color: (s, i) => (s.mask[i] ? shade(46, 158, 107, 0.4) : ""),
-    legend: () => [[shade(46, 158, 107, 0.4), "1: trained on, if its episode is"], ["transparent", "0"]],
+    legend: () => [[shade(46, 158, 107, 0.4), "1: trained on, if the episode is"], ["transparent", "0"]],
   },
   log_prob: {
     label: "log-prob",
@@ -64,12 +64,12 @@ AR.MODES = {
     legend: (e) =>
       e.segments.some((s) => s.trainer_log_prob)
         ? [[signed(AR.scale(e), AR.scale(e)), `+${AR.number(AR.scale(e))}`], ["transparent", "equal"], [signed(-AR.scale(e), AR.scale(e)), `−${AR.number(AR.scale(e))}`]]
-        : [["transparent", "the trainer was not fed this episode, or its log-probs were not recorded"]],
+        : [["transparent", "this episode was not trained on, or the trainer's log-probs were not recorded"]],
   },
   advantage: {
     label: "advantage",
     color: (s, i, e) => (s.mask[i] && AR.advantage(e) !== null ? signed(AR.advantage(e), 2) : ""),
-    legend: (e) => (AR.advantage(e) === null ? [["transparent", "the trainer was not fed this episode"]] : [[signed(1, 2), "+1"], [signed(-1, 2), "−1"], ["transparent", "not trained on"]]),
+    legend: (e) => (AR.advantage(e) === null ? [["transparent", "this episode was not trained on"]] : [[signed(1, 2), "+1"], [signed(-1, 2), "−1"], ["transparent", "not trained on"]]),
   },
   version: {
     label: "policy version",
@@ -101,8 +101,8 @@ AR.aboutToken = function (e, s, i) {
   return parts.filter((p) => p !== null).join("  ·  ");
 };
 
-// A segment's tokens. `unlike`: a set of token indices to mark (comparison).
-AR.tokens = function (e, number, mode, about, unlikeFrom) {
+// The tokens of a segment. `difference`: index of the token to mark in a comparison.
+AR.tokens = function (e, number, mode, about, difference) {
   const s = e.segments[number];
   const box = AR.h("div", { class: "tokens", tabindex: 0, "data-segment": number, "aria-label": `tokens of segment ${number}` });
   const starts = new Map(s.contexts.map((c, n) => [c, n]));
@@ -129,7 +129,7 @@ AR.tokens = function (e, number, mode, about, unlikeFrom) {
           el.append(AR.visible(line));
         }
       } else el.textContent = AR.visible(text) || (text ? text : "");
-      if (i === unlikeFrom) el.className = "split";
+      if (i === difference) el.className = "split";
       el.style.backgroundColor = AR.MODES[mode].color(s, i, e);
       spans.push(el);
       part.append(el);
@@ -155,9 +155,9 @@ AR.tokens = function (e, number, mode, about, unlikeFrom) {
 
 AR.tokenView = function (e, options = {}) {
   let mode = AR.mode || "provenance";
-  const about = AR.h("div", { class: "about", role: "status" }, "hover over a token, or move with ← and →");
+  const about = AR.h("div", { class: "about", role: "status" }, "hover over a token, or use ← and →");
   const legend = AR.h("div", { class: "legend", "aria-label": "legend" });
-  const boxes = e.segments.map((_, n) => AR.tokens(e, n, mode, about, (options.unlike || [])[n]));
+  const boxes = e.segments.map((_, n) => AR.tokens(e, n, mode, about, (options.differences || [])[n]));
   const buttons = Object.entries(AR.MODES).map(([name, m], n) =>
     AR.h("button", { type: "button", "data-mode": name, title: `key ${n + 1}`, onclick: () => choose(name) }, m.label));
   const choose = (name) => {
@@ -180,7 +180,7 @@ AR.tokenView = function (e, options = {}) {
 AR.seconds = (v) => (v === undefined || v === null ? null : v < 1 ? `${(v * 1000).toFixed(v < 0.01 ? 1 : 0)} ms` : `${v.toFixed(1)} s`);
 AR.json = (v) => AR.h("pre", {}, AR.visible(typeof v === "string" ? v : JSON.stringify(v, null, 1)));
 
-// Images lie in the episode itself, as data URLs; what claims to be one and is not there is said in words.
+// The episode holds its images as data URLs. A missing image is shown as text.
 AR.image = function (e, ref) {
   const name = ref && typeof ref.sha256 === "string" ? ref.sha256 : "";
   const url = Object.hasOwn(e.images || {}, name) ? e.images[name] : null;
@@ -199,31 +199,31 @@ AR.conversation = function (e) {
   const prompt = first && first.text ? first.text.filter((_, i) => first.provenance[i] === 0).join("") : typeof e.task.prompt === "string" ? e.task.prompt : JSON.stringify(e.task.prompt, null, 1);
   const turns = e.turns.map((t) => {
     const a = t.action;
-    const head = [AR.h("b", {}, `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} tokens cached` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 ? `segment ${t.segment}` : null];
+    const head = [AR.h("b", {}, `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} cached tokens` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 ? `segment ${t.segment}` : null];
     return AR.h("article", { class: "turn" }, AR.h("header", {}, head.filter(Boolean).map((x) => (x instanceof Node ? x : AR.h("span", {}, x)))),
-      AR.part("policy", "policy", AR.h("pre", {}, AR.visible(a.text) || "(nothing)")),
+      AR.part("policy", "policy", AR.h("pre", {}, AR.visible(a.text) || "(empty)")),
       a.calls.map((c, n) => {
         const r = a.results[n];
-        const cut = r && r.full_bytes ? `, cut: the first of ${r.full_bytes} bytes, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
-        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.content(e, { content: r.parts || r.content }) : null, r && r.sha256 && Object.hasOwn(e.outputs || {}, r.sha256) ? AR.h("details", { class: "whole" }, AR.h("summary", { class: "who" }, "all that it returned"), AR.h("pre", {}, AR.visible(e.outputs[r.sha256]))) : null);
+        const cut = r && r.full_bytes ? `, truncated: ${r.full_bytes} bytes in full, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
+        return AR.part(r && r.is_error ? "tool wrong" : "tool", `tool ${AR.visible(c.name)}${r ? `, ${AR.seconds(r.duration_s)}` : ", no result"}${cut}`, AR.json(c.arguments), r ? AR.content(e, { content: r.parts || r.content }) : null, r && r.sha256 && Object.hasOwn(e.outputs || {}, r.sha256) ? AR.h("details", { class: "whole" }, AR.h("summary", { class: "who" }, "complete output"), AR.h("pre", {}, AR.visible(e.outputs[r.sha256]))) : null);
       }),
-      a.errors.map((x) => AR.part("wrong", `not understood (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
+      a.errors.map((x) => AR.part("wrong", `parse error (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
       a.answer !== null ? AR.part("policy", "answer", AR.h("pre", {}, AR.visible(a.answer))) : null,
       t.observation.messages.map((m) => {
-        const who = `environment, as ${AR.visible(m.role)}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens cut` : ""}`;
+        const who = `environment, as ${AR.visible(m.role)}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens truncated` : ""}`;
         const again = a.results.some((r) => r.content === m.content || (r.parts && JSON.stringify(r.parts) === JSON.stringify(m.content)));
-        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: the result above`), AR.content(e, m)) : AR.part("env", who, AR.content(e, m));
+        return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: same as the result above`), AR.content(e, m)) : AR.part("env", who, AR.content(e, m));
       }),
-      t.context ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `the context policy went on with ${t.context.length} messages`), t.context.map((m) => [AR.h("div", { class: "who" }, AR.visible(m.role)), AR.content(e, m)])) : null,
+      t.context ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `the context policy continued with ${t.context.length} messages`), t.context.map((m) => [AR.h("div", { class: "who" }, AR.visible(m.role)), AR.content(e, m)])) : null,
       Object.keys(t.info).length ? AR.h("details", { class: "part" }, AR.h("summary", {}, "info"), AR.json(t.info)) : null);
   });
-  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as the model read it", AR.h("pre", {}, AR.visible(prompt)), ((first && first.images) || []).filter((p) => first.provenance[p.at] === 0).map((p) => AR.image(e, p)))), turns,
+  return AR.h("section", {}, AR.h("article", { class: "turn" }, AR.h("header", {}, AR.h("b", {}, "prompt")), AR.part("env", "as rendered for the model", AR.h("pre", {}, AR.visible(prompt)), ((first && first.images) || []).filter((p) => first.provenance[p.at] === 0).map((p) => AR.image(e, p)))), turns,
     AR.h("details", {}, AR.h("summary", {}, "task, state, timings"), AR.json({ task: e.task, state: e.state, timings: e.timings, seed: e.seed, ...e.extra })));
 };
 
 AR.trained = function (e) {
-  if (!e.fed) return AR.h("section", {}, AR.h("p", { class: "soft" }, "The trainer was not fed this episode: it was not trained on, or training has not come to it yet."));
-  const f = e.fed;
+  if (!e.training_step) return AR.h("section", {}, AR.h("p", { class: "soft" }, "This episode has not been trained on."));
+  const f = e.training_step;
   const head = AR.h("div", { class: "facts" }, [["optimizer step", f.optimizer_step], ["rollout", f.step], ["learning rate", AR.number(f.lr, 6)], ["rows in the batch", f.rows], ["loss", f.metrics && AR.number(f.metrics.loss, 5)], ["gradient norm", f.metrics && AR.number(f.metrics.grad_norm)]].map(([k, v]) => AR.h("span", {}, `${k} `, AR.h("b", {}, AR.number(v)))));
   const rows = e.rows.map((r) => {
     const s = e.segments[r.segment_index];
@@ -234,13 +234,13 @@ AR.trained = function (e) {
       return AR.h("div", { class: `lane ${m.episode_id === e.episode_id && m.segment_index === r.segment_index ? "me" : ""}` }, AR.h("span", { class: "name" }, AR.visible(m.episode_id) + (m.segment_index ? ` segment ${m.segment_index}` : "")), AR.h("span", { class: "full" }, fill), AR.h("span", { class: "n" }, m.tokens));
     }));
     const place = r.rank === null ? "" : `, data-parallel rank ${r.rank}, micro-batch ${r.micro_batch} of ${r.members.length} rows padded to ${r.width} positions${f.multiple > 1 ? `, a multiple of ${f.multiple}` : ""}`;
-    return [AR.h("h2", {}, `row ${r.number} of ${r.of}: segment ${r.segment_index}${place}`), AR.h("p", { class: "soft" }, `${r.tokens} tokens, ${r.trained} trained; advantage ${AR.number(r.advantage)}; weight of each trained token ${r.weight.toExponential(3)} (the global denominator is in it)`), lanes, AR.rowTable(s, r)];
+    return [AR.h("h2", {}, `row ${r.number} of ${r.of}: segment ${r.segment_index}${place}`), AR.h("p", { class: "soft" }, `${r.tokens} tokens, ${r.trained} trained; advantage ${AR.number(r.advantage)}; weight of each trained token ${r.weight.toExponential(3)} (including the global denominator)`), lanes, AR.rowTable(s, r)];
   });
   return AR.h("section", { class: "trained-view" }, head, rows);
 };
 
-// A row position by position, AR.MOST_POSITIONS of them at a time.
-AR.MOST_POSITIONS = 4000;
+// The positions of a row, AR.MAX_POSITIONS of them at a time.
+AR.MAX_POSITIONS = 4000;
 AR.rowTable = function (s, r) {
   const columns = ["position", "input id", "token", "label id", "label", "mask", "weight", "advantage", "engine log p", "trainer log p", "temperature"];
   const last = s.ids.length - 1;
@@ -250,13 +250,13 @@ AR.rowTable = function (s, r) {
   const rest = AR.h("p", { class: "soft rest" }, shown, " ", more);
   let at = 0;
   const draw = () => {
-    for (const end = Math.min(last, at + AR.MOST_POSITIONS); at < end; at++) body.append(AR.h("tr", { class: s.mask[at + 1] ? "trained" : "" }, cells(at).map((c) => AR.h("td", {}, c))));
+    for (const end = Math.min(last, at + AR.MAX_POSITIONS); at < end; at++) body.append(AR.h("tr", { class: s.mask[at + 1] ? "trained" : "" }, cells(at).map((c) => AR.h("td", {}, c))));
     shown.textContent = `first ${at} of ${last} positions shown`;
-    more.textContent = `show ${Math.min(AR.MOST_POSITIONS, last - at)} more`;
+    more.textContent = `show ${Math.min(AR.MAX_POSITIONS, last - at)} more`;
     rest.hidden = at === last;
     if (at < last) return;
     for (let p = 0; p < Math.min(r.padding, 3); p++) body.append(AR.h("tr", { class: "soft" }, AR.h("td", {}, last + p), AR.h("td", {}, 0), AR.h("td", { colspan: 9 }, "padding")));
-    if (r.padding > 3) body.append(AR.h("tr", { class: "soft" }, AR.h("td", { colspan: 11 }, `… ${r.padding} positions of padding in all`)));
+    if (r.padding > 3) body.append(AR.h("tr", { class: "soft" }, AR.h("td", { colspan: 11 }, `… ${r.padding} padding positions in total`)));
   };
   const cells = (p) => {
     const t = p + 1;
@@ -271,40 +271,40 @@ AR.facts = function (e) {
   const sampled = e.segments.reduce((n, s) => n + s.mask.reduce((a, b) => a + b, 0), 0);
   const tokens = e.segments.reduce((n, s) => n + s.ids.length, 0);
   const replay = e.replay === null ? "identical" : e.replay === undefined || e.replay === "unknown" ? null : `${e.replay.cause}: ${e.replay.what}`;
-  const all = [["ended", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
+  const all = [["ended by", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
   return AR.h("div", { class: "facts" }, all.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => AR.h("span", {}, `${k} `, AR.h("b", {}, AR.visible(AR.number(v))))));
 };
 
 AR.replayBox = function (e) {
   const d = e.replay;
   if (!d || d === "unknown") return null;
-  return AR.h("div", { class: "error" }, AR.h("b", {}, `The last replay differs: ${d.cause}, ${d.what}`), ` (${d.turn < 0 ? "the first prompt" : `turn ${d.turn}`}, token ${d.token} of segment ${d.segment})`, AR.h("pre", {}, `then   ${AR.visible(d.then)}\ntoday  ${AR.visible(d.today)}`));
+  return AR.h("div", { class: "error" }, AR.h("b", {}, `The last replay differs (${d.cause}): ${d.what}`), ` (${d.turn < 0 ? "the first prompt" : `turn ${d.turn}`}, token ${d.token} of segment ${d.segment})`, AR.h("pre", {}, `recorded  ${AR.visible(d.then)}\nnow       ${AR.visible(d.today)}`));
 };
 
-// The episode under its tabs; returns an element with `tab(name)`.
+// The episode with its tabs. Returns an element with the methods `tab(name)` and `color(n)`.
 AR.episode = function (e, options = {}) {
-  const made = {};
-  const makers = { conversation: () => AR.conversation(e), tokens: () => AR.tokenView(e, options), trained: () => AR.trained(e) };
+  const built = {};
+  const builders = { conversation: () => AR.conversation(e), tokens: () => AR.tokenView(e, options), trained: () => AR.trained(e) };
   const body = AR.h("div");
   const names = { conversation: "Conversation", tokens: "Tokens", trained: "Trained rows" };
   const buttons = Object.entries(names).map(([n, label]) => AR.h("button", { type: "button", role: "tab", "data-tab": n, onclick: () => tab(n) }, label));
   const view = AR.h("div", { class: "episode" }, AR.facts(e), AR.replayBox(e), e.note ? AR.h("p", { class: "soft" }, AR.visible(e.note)) : null, AR.h("div", { class: "tabs", role: "tablist" }, buttons), body);
   const tab = (name) => {
     AR.tab = name;
-    made[name] = made[name] || makers[name]();
+    built[name] = built[name] || builders[name]();
     buttons.forEach((b) => b.setAttribute("aria-selected", String(b.dataset.tab === name)));
-    body.replaceChildren(made[name]);
+    body.replaceChildren(built[name]);
   };
   view.tab = tab;
   view.color = (n) => {
     if (AR.tab !== "tokens") tab("tokens");
-    made.tokens.choose(n);
+    built.tokens.choose(n);
   };
   tab(options.tab || AR.tab || "conversation");
   return view;
 };
 
-// The single-file export: the episode lies in the page itself.
+// The single-file export: the page holds its episode.
 AR.single = function () {
   const data = document.getElementById("episode-data");
   if (!data) return false;
