@@ -68,8 +68,8 @@ async def attached(server: Running, kind: type[SGLangEngine] = SGLangEngine) -> 
     engine = kind(server.address, model_dir=server.model, context_length=LENGTH)
     await engine.start()
     await engine.resume()
-    await engine._call("/update_weight_version", {"new_version": "default", "abort_all_requests": True})
-    await engine.flush()
+    await engine.api.command("/update_weight_version", {"new_version": "default", "abort_all_requests": True})
+    await engine.api.flush_cache()
     try:
         yield engine
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Failures, failures_of
+from agentrl.engine.sglang.members import Failures, failures_of
 from agentrl.errors import EngineFailure
 from agentrl.train.base import DeliveryReport, Trainer
 from agentrl.weight_sync.verify import Expected, compare, expected_weights, probe_ids

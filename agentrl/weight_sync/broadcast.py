@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.core.ports import free_port
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Failures
+from agentrl.engine.sglang.members import Failures
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Receiver, Trainer
 from agentrl.weight_sync.base import FleetSync, healthy, on_healthy
@@ -65,7 +65,7 @@ class BroadcastSync(FleetSync):
 
     async def _form_groups(self, trainer: Trainer, engines: Sequence[SGLangEngine]) -> Failures:
         """Make the groups consist of exactly these engines; returns the servers that failed."""
-        members = tuple((e.address, e.started) for e in engines)
+        members = tuple((e.address, e.starts) for e in engines)
         if members == self._members:
             return {}
         if self._group:
@@ -74,10 +74,10 @@ class BroadcastSync(FleetSync):
         failed = await self._deliver(
             trainer,
             "open_group",
-            receivers=[Receiver(e.address, e.facts.tp_size) for e in engines],
+            receivers=[Receiver(e.address, e.api.facts.tp_size) for e in engines],
             ports=[free_port() for _ in range(trainer.stages)],
             name=self._group,
-            backend="gloo" if engines[0].facts.device == "cpu" else "nccl",
+            backend="gloo" if engines[0].api.facts.device == "cpu" else "nccl",
         )
         if not failed:
             self._members = members
@@ -87,7 +87,7 @@ class BroadcastSync(FleetSync):
         """Make a server leave the group of a pipeline stage if it is a member."""
         body = {"group_name": f"{self._group}-{stage}"}
         try:
-            await engine.http.post("/destroy_weights_update_group", body, timeout_s=self.timeout_s)
+            await engine.api.command("/destroy_weights_update_group", body)
         except EngineFailure:
             return  # it was restarted and is not a member
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.engine.base import WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Failures
+from agentrl.engine.sglang.members import Failures
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Receiver, Trainer
 from agentrl.weight_sync.base import FleetSync, healthy, on_healthy
@@ -73,7 +73,7 @@ class ColocatedSync(FleetSync):
         reports = await asyncio.to_thread(
             trainer.deliver,
             "tensors",
-            receivers=[Receiver(e.address, e.facts.tp_size) for e in engines],
+            receivers=[Receiver(e.address, e.api.facts.tp_size) for e in engines],
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.timeout_s,
         )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from agentrl.engine.base import WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
-from agentrl.engine.sglang.supervisor import Failures
+from agentrl.engine.sglang.members import Failures
 from agentrl.train.base import Trainer
 from agentrl.weight_sync.base import FleetSync, WeightSync, healthy, on_healthy
 

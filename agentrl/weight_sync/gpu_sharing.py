@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from agentrl.engine.sglang.engine import ALL_MEMORY, KEPT_WEIGHTS, SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Failures
+from agentrl.engine.sglang.members import Failures
 from agentrl.train.base import Trainer
 from agentrl.weight_sync.base import on_healthy
 

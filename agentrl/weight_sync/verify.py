@@ -13,7 +13,7 @@ import numpy as np
 
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Failures, failures_of
+from agentrl.engine.sglang.members import Failures, failures_of
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Row, Trainer
 
@@ -45,7 +45,7 @@ async def probe_ids(fleet: Fleet) -> list[int]:
     first = next(m.engine for m in fleet.members if m.state == "ready")
     start = Random(0).randrange(first.vocab_size or 256)
     length = min(PROBE_TOKENS, first.context_length - 2)
-    return [start, *await first.greedy([start], length - 1)]
+    return [start, *await first.api.greedy([start], length - 1)]
 
 
 async def expected_weights(trainer: Trainer, fleet: Fleet, probe: Sequence[int]) -> Expected:
@@ -58,7 +58,7 @@ async def expected_weights(trainer: Trainer, fleet: Fleet, probe: Sequence[int])
     # one copy of the row for each data-parallel rank: all must take part
     log_probs = (await asyncio.to_thread(trainer.log_probs, [row] * trainer.copies))[0]
     checksums: dict[str, dict[str, str]] = {}
-    for kind in {m.engine.checksum_kind for m in fleet.members} - {""}:
+    for kind in {m.engine.api.checksum_kind for m in fleet.members} - {""}:
         stages = await asyncio.to_thread(trainer.deliver, "checksums", kind=kind)
         checksums[kind] = {name: value for stage in stages for name, value in stage.items()}
     return Expected(
@@ -82,8 +82,8 @@ async def compare(engines: Sequence[SGLangEngine], expected: Expected) -> tuple[
 
 
 async def _check_checksums(engine: SGLangEngine, expected: Expected) -> None:
-    trainers = expected.checksums.get(engine.checksum_kind)
-    engines = await engine.checksums() if trainers else None
+    trainers = expected.checksums.get(engine.api.checksum_kind)
+    engines = await engine.api.checksums() if trainers else None
     if not trainers or engines is None or engines == trainers:
         return
     differ = sorted(name for name in engines.keys() | trainers.keys() if engines.get(name) != trainers.get(name))
@@ -95,7 +95,7 @@ async def _check_checksums(engine: SGLangEngine, expected: Expected) -> None:
 
 async def _check_log_probs(engine: SGLangEngine, expected: Expected) -> float:
     """The largest difference of a log-prob; EngineFailure if the mean difference is above the limit."""
-    differences = np.abs(np.array(await engine.score(expected.ids)) - np.array(expected.log_probs))
+    differences = np.abs(np.array(await engine.api.score(expected.ids)) - np.array(expected.log_probs))
     if not differences.mean() <= expected.limit:
         raise EngineFailure(
             f"log-probs at {engine.address} differ from the trainer's by {differences.mean():.4f} nats on average; "

@@ -32,8 +32,8 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import find_installation
 from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.server_process import ServerProcess
-from agentrl.engine.sglang.supervisor import Member
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import EpisodeRunner, Limits
@@ -284,9 +284,9 @@ async def throughput(fleet: Fleet, renderer: Renderer, folder: Path) -> dict[str
     ours, theirs = [], []
     engine = fleet.members[0].engine
     for n in range(4):
-        await engine.flush()
+        await engine.api.flush_cache()
         rate, contexts = await product(fleet, renderer, n, folder)
-        await engine.flush()
+        await engine.api.flush_cache()
         base = await raw(engine.address, contexts)
         if n:
             ours.append(round(rate))
@@ -330,7 +330,7 @@ async def main() -> None:
             return MegatronTrainer(args.model, dtype="bfloat16", run_dir=args.out, micro_batch_tokens=4096)
 
         trainer, *_ = await asyncio.gather(asyncio.to_thread(make), *(f.start() for f in fleets))
-        facts = fleets[0].members[0].engine.facts
+        facts = fleets[0].members[0].engine.api.facts
         bench.result |= {
             "sglang": facts.version,
             "checksums": facts.checksums,

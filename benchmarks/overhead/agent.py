@@ -13,7 +13,7 @@ from agentrl.core.timeout_pool import pure
 from agentrl.engine.base import Engine, SamplingParams
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Member
+from agentrl.engine.sglang.members import Member
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout.episode import EpisodeRunner, Limits

@@ -33,7 +33,7 @@ from typing import Any
 from agentrl.engine.base import Engine
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.supervisor import Member
+from agentrl.engine.sglang.members import Member
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.process_pool import RunnerProcesses

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from agentrl.engine.sglang.connection import Connection, unchunked
+from agentrl.engine.sglang.connection import Connection
 from agentrl.engine.sglang.http import HttpClient
 from agentrl.errors import EngineFailure
 
@@ -209,7 +209,7 @@ NONSENSE = [
 @pytest.mark.parametrize("nonsense", NONSENSE)
 async def test_nonsense_is_refused_at_once(nonsense):
     async with serving([nonsense, "hold"], [WHOLE]) as (server, client):
-        with pytest.raises(EngineFailure, match="is no HTTP") as e:
+        with pytest.raises(EngineFailure, match="is not HTTP") as e:
             await asyncio.wait_for(post(client), 5)
         assert e.value.cause == "engine: connection lost"
         assert await post(client) == VALUE
@@ -222,16 +222,17 @@ async def test_an_answer_that_nobody_asked_for_spoils_the_connection():
         assert server.connections == 2
 
 
+class Wire(asyncio.Transport):
+    def is_closing(self):
+        return False
+
+    def write(self, data): ...
+
+
 async def test_a_head_that_nobody_asked_for_spoils_the_connection_too():
-    class Wire(asyncio.Transport):
-        def is_closing(self):
-            return False
-
-        def write(self, data): ...
-
     connection = Connection()
     connection.connection_made(Wire())
-    asked = asyncio.create_task(connection.ask(b"x", 5.0))
+    asked = asyncio.create_task(connection.request(b"x", 5.0))
     await asyncio.sleep(0)
     connection.data_received(WHOLE)
     connection.data_received(WHOLE[: -len(BODY)])  # before `ask` goes on
@@ -241,13 +242,13 @@ async def test_a_head_that_nobody_asked_for_spoils_the_connection_too():
 
 async def test_a_cancel_that_comes_with_the_answer_leaves_no_connection_behind(monkeypatch):
     async with serving([WHOLE], [WHOLE]) as (server, client):
-        done = Connection._done
+        complete = Connection._complete
 
-        def done_and_cancelled(self, content, rest):
-            done(self, content, rest)
+        def complete_and_cancel(self):
+            complete(self)
             task.cancel()
 
-        monkeypatch.setattr(Connection, "_done", done_and_cancelled)
+        monkeypatch.setattr(Connection, "_complete", complete_and_cancel)
         task = asyncio.create_task(post(client))
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -258,7 +259,7 @@ async def test_a_cancel_that_comes_with_the_answer_leaves_no_connection_behind(m
 
 async def test_lost_long_after_it_was_sent_it_is_not_asked_again(monkeypatch):
     """A server that works on it (SGLang sends nothing until it is done) may have it still."""
-    monkeypatch.setattr("agentrl.engine.sglang.http.CLOSED_BEFORE_S", 0.05)
+    monkeypatch.setattr("agentrl.engine.sglang.http.STALE_WITHIN_S", 0.05)
     async with serving([WHOLE], ["wait", "close"], [WHOLE]) as (server, client):
         await post(client)
         with pytest.raises(EngineFailure) as e:
@@ -332,14 +333,20 @@ async def test_nobody_listens():
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ftp://x:1", "http://"])
 def test_what_is_no_address(address):
-    with pytest.raises(ValueError, match="is no address of a server"):
+    with pytest.raises(ValueError, match="is not the address of a server"):
         HttpClient(address)
 
 
-def test_unchunked_waits_for_all_of_it():
-    body = EXTENDED.removeprefix(CHUNKED)
-    assert all(unchunked(body[:i]) is None for i in range(len(body)))
-    assert unchunked(body + b"rest") == (BODY, b"rest")
+async def test_a_chunked_body_is_complete_with_its_last_byte_and_not_before():
+    connection = Connection()
+    connection.connection_made(Wire())
+    request = asyncio.create_task(connection.request(b"x", 5.0))
+    for byte in EXTENDED:
+        await asyncio.sleep(0)
+        assert not request.done()
+        connection.data_received(bytes([byte]))
+    assert (await request).content == BODY
+    assert connection.usable
 
 
 @pytest.fixture(scope="session")

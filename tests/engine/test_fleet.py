@@ -14,11 +14,11 @@ from sglang_double import Double
 
 from agentrl.core.ports import free_port
 from agentrl.engine.base import SamplingParams
-from agentrl.engine.sglang import supervisor as members
-from agentrl.engine.sglang.engine import GIVEN_BACK, SGLangEngine
+from agentrl.engine.sglang import fleet as fleet_module
+from agentrl.engine.sglang.engine import MAX_RESENDS, SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.server_process import ServerProcess
-from agentrl.engine.sglang.supervisor import Member
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.weight_sync import base
 from agentrl.weight_sync.colocated import ColocatedSync
@@ -69,7 +69,7 @@ def ask(fleet, session="a"):
 
 
 async def test_a_server_that_hangs_is_found_out_and_its_requests_fail(fleet, doubles, monkeypatch):
-    monkeypatch.setattr(members, "SILENT_S", 0.3)
+    monkeypatch.setattr(fleet_module, "SILENT_S", 0.3)
     for d in doubles:
         d.delay_s, d.works = 1e6, False
     with pytest.raises(EngineFailure, match="answered nothing for") as e:
@@ -79,7 +79,7 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_fail(fleet, dou
 
 
 async def test_a_long_generation_is_no_hanging(fleet, doubles, monkeypatch):
-    monkeypatch.setattr(members, "SILENT_S", 0.1)
+    monkeypatch.setattr(fleet_module, "SILENT_S", 0.1)
     for d in doubles:
         d.delay_s = 1.5
     assert (await ask(fleet)).ids
@@ -88,7 +88,7 @@ async def test_a_long_generation_is_no_hanging(fleet, doubles, monkeypatch):
 
 
 async def test_an_idle_server_and_a_paused_one_are_asked_nothing(fleet, doubles, monkeypatch):
-    monkeypatch.setattr(members, "SILENT_S", 0.1)
+    monkeypatch.setattr(fleet_module, "SILENT_S", 0.1)
     await ask(fleet)
     await fleet.pause()
     waiting = asyncio.create_task(ask(fleet))
@@ -106,9 +106,9 @@ async def test_a_server_that_gives_up_without_being_asked_is_not_asked_for_ever(
     while not task.done():
         await doubles[0].abort_request(None, None)
         await asyncio.sleep(0.005)
-    with pytest.raises(EngineAbort, match="again and again"):
+    with pytest.raises(EngineAbort, match="aborted a request 17 times"):
         await task
-    assert len(doubles[0].bodies) == GIVEN_BACK + 1
+    assert len(doubles[0].bodies) == MAX_RESENDS + 1
     await engine.close()
 
 
@@ -139,7 +139,7 @@ async def test_a_proof_that_makes_no_sense_is_a_failure_and_is_asked_for_again(d
 
     doubles[0].generate = without
     fleet.suspect(doubles[0].address, EngineFailure("reset", "engine: unreachable"))
-    await until(lambda: "log-probs of a prompt" in fleet.members[0].why)
+    await until(lambda: "log-probs of a prompt" in fleet.members[0].reason)
     doubles[0].generate = answered
     assert (await ask(fleet)).ids
     await fleet.close()
@@ -207,7 +207,7 @@ async def test_weights_that_turn_out_wrong_on_an_engine_that_came_back_are_not_u
     fleet.suspect(doubles[0].address, EngineFailure("reset", "engine: connection lost"))
     await until(lambda: fleet.members[0].state == "ready")
     assert tried == [doubles[0].address] * 2
-    assert not fleet.members[0].spoilt
+    assert not fleet.members[0].weights_unknown
 
 
 # -- weights of an earlier run -------------------------------------------------------------------------------------------

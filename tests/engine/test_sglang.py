@@ -34,7 +34,7 @@ class Greedy(SGLangEngine):
 
 def rounding(engine: SGLangEngine) -> float:
     """How far apart two answers of the same weights may be, in nat: fp32 on a CPU, bf16 on a GPU."""
-    return 1e-4 if engine.facts.device == "cpu" else 0.05
+    return 1e-4 if engine.api.facts.device == "cpu" else 0.05
 
 
 @pytest.fixture(scope="module")
@@ -128,5 +128,5 @@ class TestSGLang(EngineContract):
 
     async def test_it_scores_what_it_samples(self, engine, context):
         g = await engine.generate(context, params(16, temperature=0.99), session="a")
-        scores = await engine.score([*context, *g.ids])
+        scores = await engine.api.score([*context, *g.ids])
         assert len(scores) == len(context) + 15

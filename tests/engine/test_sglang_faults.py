@@ -14,8 +14,8 @@ from agentrl import Env, StepResult
 from agentrl.core.ports import free_port
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.server_process import ServerProcess
-from agentrl.engine.sglang.supervisor import Member
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 
 SERVER = """

@@ -13,14 +13,27 @@ from agentrl.core.message_images import PlacedImage, as_image
 from agentrl.engine.base import SamplingParams, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.protocol import ServerFacts, warn_if_untested
-from agentrl.engine.sglang.supervisor import Member
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.types import FinishReason
 
 Pil = pytest.importorskip("PIL.Image")
 MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
 FIVE = SamplingParams(5)
+
+
+def facts(*, memory_saver):
+    return ServerFacts(
+        version="0.5.23",
+        device="cuda",
+        tp_size=1,
+        brackets=True,
+        checksums="",
+        memory_saver=memory_saver,
+        deterministic=False,
+        context_length=256,
+    )
 
 
 @pytest.fixture
@@ -98,7 +111,7 @@ async def test_the_context_length_is_the_least_that_is_known(double, tmp_path, g
 async def test_a_fresh_connection_is_not_asked_again(double):
     double.faults = ["close"]
     engine = SGLangEngine(double.address)
-    engine._facts = ServerFacts("0.5.23", "cuda", 1, True, False, False, False, 256)
+    engine.api._facts = facts(memory_saver=False)
     with pytest.raises(EngineFailure):
         await engine.generate([1], FIVE, session="a")
     assert len(double.bodies) == 1
@@ -287,7 +300,7 @@ async def test_a_server_that_fails_an_update_is_discarded_and_the_others_go_on(f
     doubles[0].refuse = {"/update_weights_from_disk": 500}
     await fleet.update_weights(manifest, 1)
     assert fleet.members[0].state == "down"
-    assert fleet.members[0].spoilt
+    assert fleet.members[0].weights_unknown
     assert {(await ask(fleet, s)).policy_version for s in "abcd"} == {1}
     assert fleet.causes == {"engine: HTTP 500": 1}
 
@@ -352,7 +365,7 @@ async def test_memory_is_released_and_resumed_by_tags(double, monkeypatch):
     monkeypatch.setattr(double, "resume_memory_occupation", note, raising=False)
     engine = SGLangEngine(double.address)
     await engine.start()
-    engine._facts = ServerFacts("0.5.23", "cuda", 1, True, False, True, False, 256)
+    engine.api._facts = facts(memory_saver=True)
     await engine.wake()
     assert asked == []
     await engine.sleep(("kv_cache", "weights"))

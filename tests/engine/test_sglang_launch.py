@@ -14,8 +14,8 @@ from agentrl.core.ports import free_port
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.server_process import ServerProcess, session_members
-from agentrl.engine.sglang.supervisor import Member
 from agentrl.errors import EngineFailure
 
 FIVE = SamplingParams(5)

@@ -1,58 +1,44 @@
-"""One SGLang server over its native HTTP API: what it is, and the commands that need no thought of the requests that it has.
-
-`sglang.SGLangEngine` adds the requests, and what must be thought of while there are some.
-"""
+"""The HTTP API of one SGLang server. It knows nothing of requests in flight: `engine.SGLangEngine` does."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from agentrl.engine.base import EngineInfo
 from agentrl.engine.sglang.http import HttpClient
-from agentrl.engine.sglang.protocol import ServerFacts, read_version
+from agentrl.engine.sglang.protocol import ServerFacts
 from agentrl.errors import EngineFailure, boundary
 
 QUICK_S = 10.0
-"""of a question about the server's state"""
-START_S = 30.0
-"""of the question what the server is"""
+"""limit of requests about the server's state"""
+CONNECT_S = 30.0
+"""limit of the request for the server's properties"""
+HEALTH_GENERATE_S = 30.0
+"""limit of the request that makes the server generate; the server itself gives up after 20 s"""
 
 
-class SGLangServer:
-    """A server at an HTTP address; see `SGLangEngine` for the arguments."""
+class ServerApi:
+    """Commands and queries of the server at `address`.
 
-    def __init__(
-        self, address: str, model_dir: Path | None, context_length: int | None, policy_version: int, timeout_s: float
-    ) -> None:
+    Args:
+        address: http://host:port.
+        timeout_s: limit of a command.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address.rstrip("/")
-        self.http = HttpClient(address)
-        self.policy_version = policy_version
-        config = _config(model_dir)
-        self.vocab_size: int | None = config.get("vocab_size")
-        """ids are below it; None: not known"""
-        self._positions: int | None = config.get("max_position_embeddings")
-        self.started = 0
-        """how often `start` found a server: what was agreed with an earlier one is gone"""
-        self._first_version = policy_version
-        self._model_dir = model_dir
-        self._context_length = context_length
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._http = HttpClient(address)
         self._facts: ServerFacts | None = None
-        self._asleep = False
         self._closed = False
-
-    # -- what it is --------------------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> ServerFacts:
-        """What the server said of itself at the start.
+        """The server's properties, as of the last `connect`.
 
         Raises:
-            EngineFailure: not started, or closed.
+            EngineFailure: not connected, or closed.
         """
         if self._closed:
             raise EngineFailure(f"the engine at {self.address} is closed", "engine closed")
@@ -62,112 +48,114 @@ class SGLangServer:
             )
         return self._facts
 
-    @property
-    def checksum_kind(self) -> str:
-        """What `checksums` gives; empty: nothing."""
-        return self._facts.checksums if self._facts is not None else ""
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of context and generation together."""
-        known = [n for n in (self._context_length, self.facts.context_length, self._positions) if n]
-        if not known:
-            raise EngineFailure(
-                f"the server at {self.address} does not say its context length; give context_length",
-                "no context length",
-            )
-        return min(known)
-
-    async def start(self) -> None:
-        """Ask the server what it is; a second call asks again (after a restart). An engine that is paused stays so.
+    async def connect(self) -> None:
+        """Read the server's properties.
 
         Raises:
-            EngineFailure: it does not say.
+            EngineFailure: no answer.
         """
-        info = await self.http.get("/server_info", timeout_s=min(START_S, self._timeout_s))
+        info = await self._http.get("/server_info", timeout_s=min(CONNECT_S, self.timeout_s))
         try:
-            paths = (await self.http.get("/openapi.json", timeout_s=QUICK_S)).get("paths", {})
+            paths = (await self._http.get("/openapi.json", timeout_s=QUICK_S)).get("paths", {})
         except EngineFailure:
             paths = {}
         self._facts = ServerFacts.read(info, paths)
-        self._asleep = False
-        self.started += 1
 
-    async def health(self) -> EngineInfo:
-        """What it is; EngineFailure if it does not answer within seconds."""
-        facts = self.facts
-        info = await self.http.get("/model_info", timeout_s=QUICK_S)
-        return EngineInfo(
-            name="sglang",
-            version=facts.version,
-            policy_version=read_version(info.get("weight_version"), self._first_version),
-            context_length=self.context_length,
-            deterministic=facts.deterministic,
-        )
+    async def close(self) -> None:
+        """Close the connections. The server continues. Idempotent."""
+        self._closed = True
+        await self._http.close()
 
-    # -- commands ----------------------------------------------------------------------------------------------------
+    async def command(self, path: str, body: dict[str, Any]) -> Any:
+        """Send a command; returns the response.
 
-    async def _call(self, path: str, body: dict[str, Any]) -> Any:
-        """A command that must succeed."""
+        Raises:
+            EngineFailure: no response, or the server refused the command.
+        """
         _ = self.facts
-        answer = await self.http.post(path, body, timeout_s=self._timeout_s)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineFailure(f"{self.address}{path}: {answer.get('message')}", f"engine: {path.strip('/')} refused")
-        return answer
+        response = await self._http.post(path, body, timeout_s=self.timeout_s)
+        if isinstance(response, dict) and response.get("success") is False:
+            raise EngineFailure(
+                f"{self.address}{path}: {response.get('message')}", f"engine: {path.strip('/')} refused"
+            )
+        return response
 
-    async def flush(self) -> None:
-        """Drop the prefix cache; for a moment after the last answer the server may still count it as running."""
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, body: dict[str, Any], *, timeout_s: float) -> Any:
+        """The response of /generate."""
+        return await self._http.post("/generate", body, timeout_s=timeout_s)
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request. Failures are ignored: a server that is gone has dropped the request too."""
+        try:
+            await self._http.post("/abort_request", {"rid": request_id}, timeout_s=QUICK_S)
+        except EngineFailure:
+            return
+
+    async def health_generate(self) -> None:
+        """Make the server prove that it generates; a busy server need not do more than it does.
+
+        Raises:
+            EngineFailure: it does not generate.
+        """
+        await self._http.get("/health_generate", timeout_s=HEALTH_GENERATE_S)
+
+    async def flush_cache(self) -> None:
+        """Drop the prefix cache. For a moment after the last response the server may still count its request as running."""
         for wait_s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
-            if await self._idle():
+            if await self.try_flush_cache():
                 return
             await asyncio.sleep(wait_s)
-        await self._call("/flush_cache", {})
+        await self.command("/flush_cache", {})
 
-    async def _idle(self) -> bool:
+    async def try_flush_cache(self) -> bool:
+        """Drop the prefix cache; False if the server refuses because it is not idle."""
         try:
-            await self._call("/flush_cache", {})
+            await self.command("/flush_cache", {})
         except EngineFailure as e:
             if "HTTP 4" not in e.cause:
                 raise
             return False
         return True
 
-    # -- what its weights say ----------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    async def weight_version(self) -> str:
+        """The server's name of its weights."""
+        info = await self._http.get("/model_info", timeout_s=QUICK_S)
+        return str(info.get("weight_version"))
 
     async def score(self, ids: Sequence[int], *, timeout_s: float | None = None) -> list[float]:
-        """Log-probs of ids[1:] by the weights that the server has now, also while it is paused for everybody else."""
-        await self._call("/continue_generation", {})
+        """Log-probs of ids[1:] by the current weights. Ends a pause of the server."""
+        await self.command("/continue_generation", {})
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self.http.post("/generate", body, timeout_s=timeout_s or self._timeout_s)
+        response = await self.generate(body, timeout_s=timeout_s or self.timeout_s)
         with boundary(EngineFailure, "engine: log-probs of a prompt"):
-            return [float(p[0]) for p in answer["meta_info"]["input_token_logprobs"][1:]]
+            return [float(triple[0]) for triple in response["meta_info"]["input_token_logprobs"][1:]]
 
     async def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """The likeliest continuation by the weights that the server has now, whatever their version."""
+        """The `count` most likely next ids by the current weights, whatever their version."""
         params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
-        body = {"input_ids": list(ids), "sampling_params": params}
-        answer = await self.http.post("/generate", body, timeout_s=self._timeout_s)
+        response = await self.generate({"input_ids": list(ids), "sampling_params": params}, timeout_s=self.timeout_s)
         with boundary(EngineFailure, "engine: greedy generation"):
-            return [int(i) for i in answer["output_ids"]]
+            return [int(i) for i in response["output_ids"]]
+
+    @property
+    def checksum_kind(self) -> str:
+        """The kind of `checksums`; empty if the server has none that can be compared, or is not connected."""
+        return self._facts.checksums if self._facts is not None else ""
 
     async def checksums(self) -> dict[str, str] | None:
-        """A checksum of every parameter by the server's own names; None where the server gives none that can be compared."""
+        """A checksum of every parameter by the server's name of it; None if the server has none that can be compared."""
         if not self.facts.checksums:
             return None
-        answer = await self._call("/weights_checker", {"action": "checksum"})
-        ranks = answer.get("ranks") or [{}]
-        found = ranks[0].get("checksums")
-        return dict(found) if found else None
-
-
-def _config(model_dir: Path | None) -> dict[str, Any]:
-    if model_dir is None or not (model_dir / "config.json").exists():
-        return {}
-    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
-    text: dict[str, Any] = config.get("text_config", config)
-    return text
+        response = await self.command("/weights_checker", {"action": "checksum"})
+        ranks = response.get("ranks") or [{}]
+        checksums = ranks[0].get("checksums")
+        return dict(checksums) if checksums else None

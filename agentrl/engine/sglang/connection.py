@@ -1,7 +1,7 @@
-"""One kept-alive HTTP/1.1 connection on a bare asyncio protocol: a request out, an answer in, at a quarter of a client library's cost.
+"""One kept-alive HTTP/1.1 connection: an asyncio protocol that sends one request at a time and parses the response with httptools.
 
-It speaks what inference servers speak: Content-Length, chunked bodies, bodies that end with the connection, `100 Continue`. No
-redirects, no cookies, no compression (none is asked for), no pipelining.
+It supports Content-Length, chunked bodies, bodies that end with the connection, and interim responses such as `100 Continue`. It does not
+support redirects, cookies, compression or pipelining.
 """
 
 from __future__ import annotations
@@ -12,217 +12,164 @@ import ssl
 from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
-_MAX_HEAD = 1 << 16
+import httptools
+
+MAX_HEAD_BYTES = 1 << 16
 
 
-class Answer(NamedTuple):
-    """What a server said."""
+class Response(NamedTuple):
+    """A complete HTTP response."""
 
     status: int
     content: bytes
 
 
-class Lost(ConnectionError):
-    """The connection ended before the answer did. `begun`: some of the answer had come."""
+class ConnectionLost(ConnectionError):
+    """The connection ended before the response was complete. `begun`: part of the response had arrived."""
 
-    def __init__(self, what: str, *, begun: bool) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, *, begun: bool) -> None:
+        super().__init__(reason)
         self.begun = begun
 
 
 class Origin:
-    """Where a server is, and the head that every request to it begins with."""
+    """The address of a server, and the headers that all requests to it share."""
 
     def __init__(self, address: str) -> None:
-        """`address` is http(s)://host[:port][/path], with user:password@ where the server wants them."""
+        """`address` is http(s)://host[:port][/path], with user:password@ if the server requires them."""
         url = urlsplit(address)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"{address!r} is no address of a server; expected http://host:port")
+            raise ValueError(f"{address!r} is not the address of a server; expected http://host:port")
         self.host = url.hostname
         self.tls = ssl.create_default_context() if url.scheme == "https" else None
         self.port = url.port or (443 if self.tls else 80)
         host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [f"Host: {host}:{self.port}", "Accept: */*", "User-Agent: agentrl"]
+        headers = [f"Host: {host}:{self.port}", "Accept: */*", "User-Agent: agentrl"]
         if url.username is not None:
-            secret = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()
-            lines.append(f"Authorization: Basic {base64.b64encode(secret).decode()}")
+            credentials = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()
+            headers.append(f"Authorization: Basic {base64.b64encode(credentials).decode()}")
         self._path = url.path.rstrip("/")
-        self._head = "\r\n".join(lines)
+        self._headers = "\r\n".join(headers)
 
     async def connect(self) -> Connection:
         """A new connection.
 
         Raises:
-            OSError: it cannot be reached.
+            OSError: the server cannot be reached.
         """
         loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(Connection, self.host, self.port, ssl=self.tls)
-        return made
+        _, connection = await loop.create_connection(Connection, self.host, self.port, ssl=self.tls)
+        return connection
 
     def request(self, method: str, path: str, body: bytes | None) -> bytes:
-        """A request, ready to be sent."""
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}\r\n"
+        """An encoded request."""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n"
         if body is None:
             return f"{head}\r\n".encode()
         return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time."""
+    """One connection to a server."""
 
     def __init__(self) -> None:
         self.idle_since = 0.0
         self.transport: asyncio.Transport
-        self._buffer = b""
-        self._length = -1
-        """of the body; -1: the head has not come; None: known at its end"""
-        self._status = 0
-        self._chunked = self._until_end = self._closes = False
-        self._waiter: asyncio.Future[Answer] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # which RFC 9112 allows
+        self._pending: asyncio.Future[Response] | None = None
+        self._body: list[bytes] = []
+        self._head_bytes = 0
+        """bytes received since the last complete response, while its headers are incomplete"""
+        self._in_response = self._in_body = False
+        self._framed = False
+        """the headers give the end of the body"""
+        self._reusable = True
 
     @property
     def usable(self) -> bool:
-        """The next request may go over it."""
-        said = self._buffer or self._length != -1 or self._until_end  # of something that nobody asked for
-        return not (said or self._closes or self.transport.is_closing())
+        """Another request may be sent."""
+        return self._reusable and not self._in_response and not self.transport.is_closing()
 
-    async def ask(self, request: bytes, timeout_s: float) -> Answer:
-        """Send a request and wait for the answer; without one the connection is closed.
+    async def request(self, request: bytes, timeout_s: float) -> Response:
+        """Send a request and return the response. The connection is closed unless a response arrives.
 
         Raises:
-            Lost: it was closed by the server.
-            TimeoutError: no answer in time.
+            ConnectionLost: the server closed the connection, or its response is not HTTP.
+            TimeoutError: no response in time.
         """
         if self.transport.is_closing():
-            raise Lost("the server closed it", begun=False)
+            raise ConnectionLost("the server closed it", begun=False)
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[Answer] = loop.create_future()
-        self._waiter = waiter
-        timer = loop.call_later(timeout_s, self._late)
+        pending: asyncio.Future[Response] = loop.create_future()
+        self._pending = pending
+        timer = loop.call_later(timeout_s, self._fail, TimeoutError())
         try:
             self.transport.write(request)
-            return await waiter
+            return await pending
         finally:
             timer.cancel()
-            self._waiter = None
-            if not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
+            self._pending = None
+            if not pending.done() or pending.cancelled() or pending.exception() is not None:
                 self.transport.abort()
 
     def close(self) -> None:
-        """Drop it."""
+        """Close the connection at once."""
         self.transport.abort()
 
-    # -- what the event loop calls -----------------------------------------------------------------------------------
+    # -- called by the event loop --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is there."""
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's class does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        """A part of an answer, often all of it."""
-        self._buffer = self._buffer + data if self._buffer else data
+        if not self._in_body:
+            self._head_bytes += len(data)
         try:
-            while self._waiter is not None and self._length < 0 and not self._until_end:
-                if not self._read_head():
-                    return
-            if self._chunked:
-                content = unchunked(self._buffer)
-                if content is not None:
-                    self._done(*content)
-            elif not self._until_end and 0 <= self._length <= len(self._buffer):
-                self._done(self._buffer[: self._length], self._buffer[self._length :])
-        except ValueError as e:
-            self._fail(Lost(f"the answer is no HTTP: {e}", begun=True))
+            self._parser.feed_data(data)
+            if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
+                raise httptools.HttpParserError(f"the headers exceed {MAX_HEAD_BYTES} bytes")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            self._fail(ConnectionLost(f"the response is not HTTP: {e}", begun=True))
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        if self._until_end and exc is None:
-            self._done(self._buffer, b"")
-        begun = bool(self._buffer) or self._length >= 0 or self._until_end
-        self._fail(Lost(str(exc or "the server closed it"), begun=begun))
+        if self._in_body and not self._framed and exc is None:
+            self._complete()
+        self._fail(ConnectionLost(str(exc or "the server closed it"), begun=self._head_bytes > 0))
 
-    # -- pieces ------------------------------------------------------------------------------------------------------
+    # -- called by the parser ------------------------------------------------------------------------------------------
 
-    def _read_head(self) -> bool:
-        """Take the head of an answer from the buffer; False if it is not all there."""
-        if not b"http/1.".startswith(self._buffer[:7].lower()):
-            raise ValueError(f"it begins with {self._buffer[:20]!r}")
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > _MAX_HEAD:
-                raise ValueError(f"its head is longer than {_MAX_HEAD} bytes")
-            return False
-        head = self._buffer[:end].lower()
-        self._buffer = self._buffer[end + 4 :]
-        status = _number(head[9:12], 10)
-        if status < 200:  # 100 Continue: the answer proper follows
-            return True
-        self._status = status
-        connection = _header(head, b"connection")
-        self._closes = connection == b"close" or (head.startswith(b"http/1.0") and connection != b"keep-alive")
-        length = _header(head, b"content-length")
-        if b"chunked" in _header(head, b"transfer-encoding"):
-            self._chunked, self._length = True, 0
-        elif length:
-            self._length = _number(length, 10)
-        elif status in (204, 304):
-            self._length = 0
-        else:
-            self._until_end = self._closes = True
-        return True
+    def on_message_begin(self) -> None:
+        if self._pending is None or self._pending.done():
+            self._reusable = False  # a response without a request
+        self._in_response, self._framed = True, False
 
-    def _done(self, content: bytes, rest: bytes) -> None:
-        waiter, answer = self._waiter, Answer(self._status, content)
-        self._buffer, self._length, self._chunked, self._until_end = rest, -1, False, False
-        if waiter is not None and not waiter.done():
-            waiter.set_result(answer)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._reusable &= self._parser.should_keep_alive()
+        self._complete()
+
+    # -- the pending request -------------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        status, content = self._parser.get_status_code(), b"".join(self._body)
+        self._body.clear()
+        self._head_bytes, self._in_response, self._in_body = 0, False, False
+        if status < 200:  # an interim response; the final one follows
+            return
+        if self._pending is not None and not self._pending.done():
+            self._pending.set_result(Response(status, content))
 
     def _fail(self, error: Exception) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
-
-    def _late(self) -> None:
-        self._fail(TimeoutError())
-
-
-def _header(head: bytes, name: bytes) -> bytes:
-    """The value of a header in a head of lower case; b'' if it is not there."""
-    at = head.find(b"\r\n" + name + b":")
-    if at < 0:
-        return b""
-    at += len(name) + 3
-    end = head.find(b"\r\n", at)
-    return head[at : end if end >= 0 else None].strip()
-
-
-def _number(text: bytes, base: int) -> int:
-    """As `int`, of digits alone: no sign, no underscore, no prefix."""
-    if not text.isalnum() or b"x" in text.lower():
-        raise ValueError(f"{text[:20]!r} is no number")
-    return int(text, base)
-
-
-def unchunked(data: bytes) -> tuple[bytes, bytes] | None:
-    """The body of a chunked answer and what follows it; None if it is not all there.
-
-    Raises:
-        ValueError: no chunks.
-    """
-    parts: list[bytes] = []
-    at = 0
-    while True:
-        line = data.find(b"\r\n", at)
-        if line < 0:
-            return None
-        size = _number(data[at:line].split(b";", 1)[0].rstrip(), 16)
-        at = line + 2
-        if size == 0:
-            end = data.find(b"\r\n\r\n", line) if data[at : at + 2] != b"\r\n" else line
-            return None if end < 0 or len(data) < end + 4 else (b"".join(parts), data[end + 4 :])
-        if len(data) < at + size + 2:
-            return None
-        parts.append(data[at : at + size])
-        at += size + 2
-        if data[at - 2 : at] != b"\r\n":
-            raise ValueError(f"a chunk of {size} bytes is longer than it says")
+        if self._pending is not None and not self._pending.done():
+            self._pending.set_exception(error)

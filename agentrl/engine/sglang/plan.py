@@ -17,9 +17,9 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import Installation, find_installation, gpus
 from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.router import servers_at
 from agentrl.engine.sglang.server_process import ServerProcess
-from agentrl.engine.sglang.supervisor import Member
 from agentrl.errors import ConfigError
 
 
