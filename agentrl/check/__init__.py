@@ -1,4 +1,4 @@
-"""`agentrl check`: what breaks an environment's contract, found without a model (design §4)."""
+"""`agentrl check`: find violations of an environment's contract, without a model."""
 
 from agentrl.check.env_check import check_env
 from agentrl.check.findings import Finding, Report, Severity

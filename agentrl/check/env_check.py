@@ -1,7 +1,8 @@
-"""`agentrl check`: run an environment with a scripted and a random policy, without a model, and say what breaks its contract (design §4).
+"""Run an environment with a scripted and a random policy, without a model, and report what violates its contract.
 
-Episodes go through the real runner, renderer, tool executor and rewards; only the engine is a policy that writes text. Every episode is
-played twice, side by side with others and then alone: what differs does not follow from the seed, or leaks between instances.
+Episodes use the real runner, renderer, tool executor and rewards; only the engine is replaced, by a policy that writes text. Each episode
+is run twice with the same seed: concurrently with others, then alone. A difference means that the environment does not depend on its seed
+only, or that its instances share state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from agentrl.check.findings import Findings, Report
-from agentrl.check.probe import TIMEOUT_S, probe
+from agentrl.check.instrumented_env import TIMEOUT_S, instrument
 from agentrl.check.scripted_policies import Policy, make_tiny_renderer
 from agentrl.core.timeout_pool import Pool
 from agentrl.engine.base import SamplingParams
@@ -29,11 +30,12 @@ from agentrl.types import EpisodeSpec, Status, StopReason, Task, Trajectory
 _LIMITS = Limits(
     max_turns=8, max_response_tokens=1 << 20, context_length=1 << 21, episode_timeout_s=60.0, max_invalid_actions=9
 )
-_TOGETHER = 8
-_TASKS = 200
-"""of a split that are looked at"""
-_TASKS_S = 300.0
-"""for making them: an environment may build an index first"""
+_CONCURRENT = 8
+"""Episodes that run at the same time in the first pass."""
+_MAX_TASKS = 200
+"""Tasks of a split that are checked."""
+_SETUP_TIMEOUT_S = 300.0
+"""Time limit for tasks and the constructor: an environment may build an index first."""
 
 
 async def check_env(
@@ -44,31 +46,47 @@ async def check_env(
     episodes: int = 20,
     seed: int = 0,
 ) -> Report:
-    """Check an environment. `args` are its constructor's; `tasks` None: its own, else made-up ones."""
-    found = Findings()
+    """Check that an environment keeps its contract.
+
+    Args:
+        env_class: the environment.
+        args: arguments of its constructor.
+        tasks: tasks to run; by default the environment's own, or two generated ones if it has none.
+        episodes: number of episodes; each is run twice.
+        seed: seed of the episodes and of the policies.
+
+    Returns:
+        The report. `report.ok` is False if the environment violates its contract.
+
+    Example:
+        >>> report = await check_env(Maze, {"size": 5}, episodes=4)
+        >>> print(report)
+    """
+    findings = Findings()
     args = dict(args or {})
-    tasks = list(tasks) if tasks else await _own_tasks(env_class, found)
-    _check_tasks(env_class, tasks, found)
-    rewards = _rewards(env_class, found)
-    tools = await _tools(env_class, args, found)
+    tasks = list(tasks) if tasks else await _own_tasks(env_class, findings)
+    _check_tasks(env_class, tasks, findings)
+    rewards = _resolved_rewards(env_class, findings)
+    tools = await _tool_specs(env_class, args, findings)
     report = Report(env_class.label())
     if tools is not None:
-        check = _Check(env_class, args, rewards, tools, found, seed)
+        player = _Player(env_class, args, rewards, tools, findings, seed)
         specs = [EpisodeSpec(tasks[i % len(tasks)], i, i) for i in range(episodes)]
-        first, second = await check.run(specs, _TOGETHER), await check.run(specs, 1)
-        _compare(first, second, found)
-        await _check_group_rewards(rewards, first, second, found)
-        done = [t for t in (*first, *second) if t is not None]
-        _check_trajectories(done, found)
-        report.episodes, report.turns = len(done), sum(len(t.turns) for t in done)
-        report.scores = [t.score for t in done if t.status is not Status.FAILED]
-        report.reasons = dict(Counter(t.stop_reason.value for t in done))
-    report.findings = found.sorted()
+        concurrent, alone = await player.run(specs, _CONCURRENT), await player.run(specs, 1)
+        pairs = [(a, b) for a, b in zip(concurrent, alone, strict=True) if a is not None and b is not None]
+        _check_determinism(pairs, findings)
+        await _check_group_rewards(rewards, pairs, findings)
+        complete = [t for t in (*concurrent, *alone) if t is not None]
+        _check_trajectories(complete, findings)
+        report.episodes, report.turns = len(complete), sum(len(t.turns) for t in complete)
+        report.scores = [t.score for t in complete if t.status is not Status.FAILED]
+        report.reasons = dict(Counter(t.stop_reason.value for t in complete))
+    report.findings = findings.sorted()
     return report
 
 
-class _Check:
-    """Plays episodes of a probed environment."""
+class _Player:
+    """Runs episodes of the instrumented environment."""
 
     def __init__(
         self,
@@ -76,32 +94,30 @@ class _Check:
         args: dict[str, Any],
         rewards: Sequence[Reward],
         tools: Sequence[ToolSpec],
-        found: Findings,
+        findings: Findings,
         seed: int,
     ) -> None:
-        self.probe = probe(env, found)
-        self.make = functools.partial(self.probe, **args)
-        self.rewards, self.tools, self.found, self.seed = rewards, tools, found, seed
+        self.env = instrument(env, findings)
+        self.make = functools.partial(self.env, **args)
+        self.rewards, self.tools, self.findings, self.seed = rewards, tools, findings, seed
         self.renderer = make_tiny_renderer(env.action_format)
 
-    async def run(self, specs: Sequence[EpisodeSpec], together: int) -> list[Trajectory | None]:
-        """One trajectory per spec; None where the contract was broken."""
+    async def run(self, specs: Sequence[EpisodeSpec], concurrency: int) -> list[Trajectory | None]:
+        """Return one trajectory per spec; None where the environment violated its contract."""
         scorer = Scorer(self.rewards)
         engine = Policy(self.renderer, self.tools, {s.episode_id: s for s in specs}).engine()
         sampling = SamplingParams(max_new_tokens=1)
         runner = EpisodeRunner(
-            self.make, self.probe, engine, self.renderer, scorer, limits=_LIMITS, sampling=sampling, seed=self.seed
+            self.make, self.env, engine, self.renderer, scorer, limits=_LIMITS, sampling=sampling, seed=self.seed
         )
-        slots = asyncio.Semaphore(together)
+        slots = asyncio.Semaphore(concurrency)
 
         async def play(spec: EpisodeSpec) -> Trajectory | None:
             async with slots:
                 try:
                     return await runner.run(spec)
                 except UsageError as e:
-                    self.found.error(
-                        "contract", str(e), "see the docstring of agentrl.Env for what each method returns"
-                    )
+                    self.findings.error("contract", str(e), "see the docstring of agentrl.Env for what methods return")
                     return None
 
         try:
@@ -111,135 +127,118 @@ class _Check:
             scorer.close()
 
 
-# -- before any episode ----------------------------------------------------------------------------------------------
+# -- before the episodes -----------------------------------------------------------------------------------------------
 
 
-async def _own_tasks(env_class: type[Env], found: Findings) -> list[Task]:
-    """Its tasks of both splits; made-up ones if it has none."""
+async def _own_tasks(env_class: type[Env], findings: Findings) -> list[Task]:
+    """Return the environment's tasks of both splits; generated ones if it has none."""
     tasks: list[Task] = []
     pool = Pool("check")
     for split in ("train", "test"):
+        where = f"tasks({split!r})"
         try:
-            items = await pool.call(_some_tasks, env_class, split, timeout_s=_TASKS_S)
+            items = await pool.call(_first_tasks, env_class, split, timeout_s=_SETUP_TIMEOUT_S)
         except ConfigError as e:
-            found.note("tasks", str(e), "nothing, if it is meant for --prompt-data; made-up tasks were used here")
+            do = "nothing, if it is used with --prompt-data; this check used generated tasks"
+            findings.note("tasks", str(e), do)
             break
         except Exception as e:  # noqa: BLE001  user code: whatever it raises is a finding
-            found.error("tasks", f"tasks({split!r}) raised {type(e).__name__}: {e}", "yield agentrl.Task objects")
+            findings.error("tasks", f"{where} raised {type(e).__name__}: {e}", "yield agentrl.Task objects")
             continue
-        wrong = next((i for i in items if not isinstance(i, Task)), None)
+        wrong = next((type(item).__name__ for item in items if not isinstance(item, Task)), None)
         if wrong is not None:
-            found.error(
-                "tasks",
-                f"tasks({split!r}) yields {type(wrong).__name__}, not agentrl.Task",
-                "yield Task(id, prompt, label)",
-            )
+            findings.error("tasks", f"{where} yields {wrong}, not agentrl.Task", "yield Task(id, prompt, label)")
         if not items:
-            found.warning(
-                "tasks", f"tasks({split!r}) is empty", "yield some, or raise ConfigError for a split that is not there"
+            findings.warning(
+                "tasks", f"{where} is empty", "yield tasks, or raise ConfigError if there is no such split"
             )
-        tasks += [i for i in items if isinstance(i, Task)]
+        tasks += [item for item in items if isinstance(item, Task)]
     pool.close()
-    return tasks or [Task("made-up-0", "What is one plus one?", "2"), Task("made-up-1", "Say hello.", "hello")]
+    return tasks or [Task("generated-0", "What is one plus one?", "2"), Task("generated-1", "Say hello.", "hello")]
 
 
-def _some_tasks(env_class: type[Env], split: str) -> list[Any]:
-    return list(islice(env_class.tasks(split), _TASKS))
+def _first_tasks(env_class: type[Env], split: str) -> list[Any]:
+    return list(islice(env_class.tasks(split), _MAX_TASKS))
 
 
-def _check_tasks(env_class: type[Env], tasks: Iterable[Task], found: Findings) -> None:
-    twice = [i for i, n in Counter(t.id for t in tasks).items() if n > 1]
-    if twice:
-        found.warning(
-            "tasks",
-            f"{len(twice)} ids occur twice, {twice[0]!r} for one",
-            "give each task an id of its own, over all splits",
-        )
+def _check_tasks(env_class: type[Env], tasks: Iterable[Task], findings: Findings) -> None:
+    repeated = [i for i, count in Counter(t.id for t in tasks).items() if count > 1]
+    if repeated:
+        what = f"{len(repeated)} ids occur twice, for example {repeated[0]!r}"
+        findings.warning("tasks", what, "give each task a unique id, over all splits")
     if env_class.rewards and all(t.label is None for t in tasks):
-        found.warning(
-            "tasks", "no task has a label, but there are rewards", "set Task.label to what the rewards compare with"
-        )
+        what = "no task has a label, but the environment has rewards"
+        findings.warning("tasks", what, "set Task.label to the value that the rewards compare with")
     for task in tasks:
         try:
             env_class.check_task(task)
         except UsageError as e:
-            made_up = task.id.startswith("made-up-")
-            (found.note if made_up else found.error)(
-                "check_task", f"refuses task {task.id!r}: {e}", "give tasks that it takes"
-            )
+            report = findings.note if task.id.startswith("generated-") else findings.error
+            report("check_task", f"refuses task {task.id!r}: {e}", "yield only tasks that it accepts")
 
 
-def _rewards(env_class: type[Env], found: Findings) -> tuple[Reward, ...]:
+def _resolved_rewards(env_class: type[Env], findings: Findings) -> tuple[Reward, ...]:
     if not env_class.rewards:
-        found.note("rewards", "it names no rewards", "nothing, if its step rewards say everything or --reward is given")
+        findings.note("rewards", "it names no rewards", "nothing, if it returns step rewards or --reward is given")
     try:
         return resolve_rewards(env_class.rewards)
     except UsageError as e:
-        found.error("rewards", str(e), "name functions, @reward functions or registered names")
+        findings.error("rewards", str(e), "name functions, @reward functions or registered names")
         return ()
 
 
-async def _tools(env_class: type[Env], args: dict[str, Any], found: Findings) -> list[ToolSpec] | None:
-    """The tools of one instance; None if there can be no instance."""
+async def _tool_specs(env_class: type[Env], args: dict[str, Any], findings: Findings) -> list[ToolSpec] | None:
+    """Return the tools of an instance; None if no instance can be created."""
     pool = Pool("check")
     try:
-        env = await pool.call(env_class, timeout_s=_TASKS_S, **args)
+        env = await pool.call(env_class, timeout_s=_SETUP_TIMEOUT_S, **args)
         specs: list[ToolSpec] = env.tool_specs()
     except UsageError as e:
-        found.error(
-            "tools", str(e), "give each tool a name of its own and every parameter a type that has a JSON schema"
-        )
+        findings.error("tools", str(e), "give each tool a unique name and each parameter a type with a JSON schema")
         return None
     except Exception as e:  # noqa: BLE001  user code: whatever it raises is a finding
-        found.error(
-            "constructor",
-            f"raised {type(e).__name__}: {e}",
-            "take resources in reset, and give it the arguments it needs",
-        )
+        do = "acquire resources in reset, and pass the arguments that it needs"
+        findings.error("constructor", f"raised {type(e).__name__}: {e}", do)
         return None
     try:
         await pool.call(env.close, timeout_s=TIMEOUT_S)
     except Exception as e:  # noqa: BLE001  as above
-        found.warning(
-            "close",
-            f"raised {type(e).__name__} when there was no reset: {e}",
-            "let it stand a reset that failed half-way",
-        )
+        what = f"raised {type(e).__name__} without a preceding reset: {e}"
+        findings.warning("close", what, "let it accept an instance whose reset failed")
     pool.close()
     for spec in specs:
-        if not spec.description:
-            found.warning(f"tool {spec.name}", "has no description", "write a docstring: it is what the policy reads")
-        for name, schema in spec.parameters.get("properties", {}).items():
-            if not {"type", "anyOf", "allOf", "$ref", "enum", "const"} & schema.keys():
-                found.warning(f"tool {spec.name}", f"parameter {name!r} may be anything", "annotate it with a type")
-            elif not schema.get("description"):
-                found.note(
-                    f"tool {spec.name}",
-                    f"parameter {name!r} has no description",
-                    "name it under Args: in the docstring",
-                )
+        _check_tool(spec, findings)
     return specs
 
 
-# -- after the episodes ----------------------------------------------------------------------------------------------
+def _check_tool(spec: ToolSpec, findings: Findings) -> None:
+    where = f"tool {spec.name}"
+    if not spec.description:
+        findings.warning(where, "has no description", "write a docstring: the policy reads it")
+    for name, schema in spec.parameters.get("properties", {}).items():
+        if not {"type", "anyOf", "allOf", "$ref", "enum", "const"} & schema.keys():
+            findings.warning(where, f"parameter {name!r} accepts any value", "annotate it with a type")
+        elif not schema.get("description"):
+            findings.note(where, f"parameter {name!r} has no description", "describe it under Args: in the docstring")
 
 
-def _compare(first: Sequence[Trajectory | None], second: Sequence[Trajectory | None], found: Findings) -> None:
-    """The same seeds and actions must give the same observations."""
-    for a, b in zip(first, second, strict=True):
-        if a is None or b is None or StopReason.EPISODE_TIMEOUT in (a.stop_reason, b.stop_reason):
+# -- after the episodes ------------------------------------------------------------------------------------------------
+
+
+def _check_determinism(pairs: Iterable[tuple[Trajectory, Trajectory]], findings: Findings) -> None:
+    for a, b in pairs:
+        if StopReason.EPISODE_TIMEOUT in (a.stop_reason, b.stop_reason):
             continue
-        where = _difference(a, b)
-        if where is not None:
-            found.error(
-                "determinism",
-                f"two runs with the same seed and actions differ: {where}",
-                "draw only from the seed given to reset, and share nothing between instances",
+        difference = _first_difference(a, b)
+        if difference is not None:
+            what = f"two episodes with the same seed and actions differ: {difference}"
+            findings.error(
+                "determinism", what, "use only the seed given to reset, and share no state between instances"
             )
 
 
-def _difference(a: Trajectory, b: Trajectory) -> str | None:
-    prompts = [g.segments[0].spans[0].ids if g.segments else () for g in (a, b)]
+def _first_difference(a: Trajectory, b: Trajectory) -> str | None:
+    prompts = [t.segments[0].spans[0].ids if t.segments else () for t in (a, b)]
     if prompts[0] != prompts[1]:
         return "the first observation"
     for x, y in zip(a.turns, b.turns, strict=False):
@@ -249,53 +248,53 @@ def _difference(a: Trajectory, b: Trajectory) -> str | None:
         if [r.content for r in x.action.results] != [r.content for r in y.action.results]:
             return "the result of a tool"
     if a.stop_reason is not b.stop_reason or len(a.turns) != len(b.turns):
-        return "when it ends"
+        return "the end of the episode"
     return "the final rewards" if a.rewards != b.rewards else None
 
 
 async def _check_group_rewards(
-    rewards: Sequence[Reward], first: Sequence[Trajectory | None], second: Sequence[Trajectory | None], found: Findings
+    rewards: Sequence[Reward], pairs: Iterable[tuple[Trajectory, Trajectory]], findings: Findings
 ) -> None:
     scorer = Scorer([r for r in rewards if r.group])
-    pairs = [[a, b] for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     for pair in pairs if scorer.group else ():
         try:
-            await scorer.score_group(pair)
+            await scorer.score_group(list(pair))
         except RewardFailure as e:
-            found.error("rewards", str(e), "return one finite number, dict of numbers or None per trajectory")
+            findings.error("rewards", str(e), "return one finite number, dict of numbers or None per trajectory")
     scorer.close()
 
 
-def _check_trajectories(done: Sequence[Trajectory], found: Findings) -> None:
-    probed = any(f.where in ("reset", "step", "state", "close") for f in found.sorted())
-    for t in done:
-        cause = t.cause or ""
-        if t.stop_reason is StopReason.REWARD_FAILURE:
-            found.error(
-                "rewards",
-                f"{cause}; {t.detail}",
-                "return a finite number, a dict of them or None, also for episodes that went wrong",
-            )
-        elif t.stop_reason is StopReason.TOOL_FAILURE:
-            found.warning("tools", cause, "its infrastructure does not answer here; start it, or check where it runs")
-        elif t.stop_reason is StopReason.EPISODE_TIMEOUT:
-            what = f"an episode took longer than {_LIMITS.episode_timeout_s:g} s"
-            found.error("time", what, "make its methods faster, or its timeout_s shorter")
-        elif cause.endswith("timeout"):
-            found.error("time", cause, f"answer within {TIMEOUT_S:g} s and the class's timeout_s, or raise")
-        elif cause.startswith("env constructor"):
-            found.error(
-                "constructor", cause, "take resources in reset, and share nothing that only one instance can have"
-            )
-        elif t.stop_reason is StopReason.ENV_FAILURE and not probed:
-            found.error("failures", t.detail or cause, "answer any action with a StepResult")
+def _check_trajectories(trajectories: Sequence[Trajectory], findings: Findings) -> None:
+    reported = any(f.where in ("reset", "step", "state", "close") for f in findings.sorted())
+    for t in trajectories:
+        _check_end(t, reported, findings)
         for result in (r for turn in t.turns for r in turn.action.results):
             if result.is_error and not result.content.startswith(("error: bad arguments", "error: unknown tool")):
                 what = f"failed on arguments that fit its schema: {result.content:.100}"
-                found.warning(
-                    f"tool {result.name}", what, "nothing, if its words help the policy; else catch what is expected"
-                )
-    scores = [t.score for t in done if t.status is not Status.FAILED]
+                do = "nothing, if the message helps the policy; otherwise handle the exception in the tool"
+                findings.warning(f"tool {result.name}", what, do)
+    scores = [t.score for t in trajectories if t.status is not Status.FAILED]
     if len(scores) > 1 and math.isclose(min(scores), max(scores)):
-        what = f"every episode scored {scores[0]:g}, whatever was done"
-        found.warning("rewards", what, "see whether any action is rewarded: a group of equal scores teaches nothing")
+        what = f"every episode scored {scores[0]:g}, whatever the actions"
+        do = "check that some action is rewarded: a group of equal scores has no gradient"
+        findings.warning("rewards", what, do)
+
+
+def _check_end(t: Trajectory, reported: bool, findings: Findings) -> None:
+    """Report why an episode failed. `reported`: the instrumented methods have already reported something."""
+    cause = t.cause or ""
+    if t.stop_reason is StopReason.REWARD_FAILURE:
+        do = "return a finite number, a dict of them or None, also for episodes that failed"
+        findings.error("rewards", f"{cause}; {t.detail}", do)
+    elif t.stop_reason is StopReason.TOOL_FAILURE:
+        findings.warning("tools", cause, "start the infrastructure that the tool needs, or check its address")
+    elif t.stop_reason is StopReason.EPISODE_TIMEOUT:
+        what = f"an episode took longer than {_LIMITS.episode_timeout_s:g} s"
+        findings.error("time", what, "make the methods faster, or reduce timeout_s")
+    elif cause.endswith("timeout"):
+        findings.error("time", cause, f"return within {TIMEOUT_S:g} s and the class's timeout_s, or raise")
+    elif cause.startswith("env constructor"):
+        do = "acquire resources in reset, and share nothing that only one instance can use"
+        findings.error("constructor", cause, do)
+    elif t.stop_reason is StopReason.ENV_FAILURE and not reported:
+        findings.error("failures", t.detail or cause, "return a StepResult for any action")

@@ -1,4 +1,4 @@
-"""What a check found, and how it is printed."""
+"""The findings of a check, and the report that prints them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from enum import Enum
 
 
 class Severity(str, Enum):
-    """How bad it is. Only errors break the contract."""
+    """How serious a finding is. Only errors violate the contract."""
 
     ERROR = "error"
     WARNING = "warning"
+    """may be intended, but rarely is"""
     NOTE = "note"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found."""
+    """One observation about an environment."""
 
     severity: Severity
     where: str
@@ -26,37 +27,34 @@ class Finding:
     do: str
     """what to do about it"""
     count: int = 1
-    """how often"""
+    """how often it occurred"""
 
 
 class Findings:
-    """Collects findings from any thread; equal ones are counted."""
+    """Collects findings from any thread, and counts equal ones."""
 
     def __init__(self) -> None:
         self._counts: Counter[Finding] = Counter()
 
     def error(self, where: str, what: str, do: str) -> None:
-        """Add one that breaks the contract."""
         self._counts[Finding(Severity.ERROR, where, what, do)] += 1
 
     def warning(self, where: str, what: str, do: str) -> None:
-        """Add one that may be meant, and mostly is not."""
         self._counts[Finding(Severity.WARNING, where, what, do)] += 1
 
     def note(self, where: str, what: str, do: str) -> None:
-        """Add one that is good to know."""
         self._counts[Finding(Severity.NOTE, where, what, do)] += 1
 
     def sorted(self) -> list[Finding]:
-        """All, the worst first."""
-        order = list(Severity)
-        found = [replace(f, count=n) for f, n in self._counts.items()]
-        return sorted(found, key=lambda f: (order.index(f.severity), f.where, -f.count))
+        """Return the findings, the most serious first."""
+        severities = list(Severity)
+        counted = [replace(finding, count=count) for finding, count in self._counts.items()]
+        return sorted(counted, key=lambda f: (severities.index(f.severity), f.where, -f.count))
 
 
 @dataclass
 class Report:
-    """The result of a check. `ok` if nothing in it is an error; str() is a table."""
+    """The result of a check. `str(report)` is a table of the findings."""
 
     env: str
     findings: list[Finding] = field(default_factory=list)
@@ -64,11 +62,11 @@ class Report:
     turns: int = 0
     scores: list[float] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
-    """episodes by stop reason"""
+    """number of episodes by stop reason"""
 
     @property
     def ok(self) -> bool:
-        """No errors."""
+        """True if there are no errors."""
         return all(f.severity is not Severity.ERROR for f in self.findings)
 
     def __str__(self) -> str:
@@ -81,5 +79,5 @@ class Report:
             lines.append(f"{f.severity.value:<7}  {f.where:<{width}}  {f.what}{times}")
             lines.append(f"{'':<7}  {'':<{width}}  -> {f.do}")
         counts = Counter(f.severity for f in self.findings)
-        said = ", ".join(f"{counts[s]} {s.value}{'s' * (counts[s] > 1)}" for s in Severity if counts[s])
-        return "\n".join([*lines, f"{'ok' if self.ok else 'not ok'}: {said or 'nothing found'}"])
+        total = ", ".join(f"{counts[s]} {s.value}{'s' * (counts[s] > 1)}" for s in Severity if counts[s])
+        return "\n".join([*lines, f"{'ok' if self.ok else 'not ok'}: {total or 'no findings'}"])

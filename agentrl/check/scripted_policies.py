@@ -1,7 +1,7 @@
-"""The policies of a check, as scripts of an engine, and a tokenizer and renderer made in code: no model, no files.
+"""The policies of a check, as scripts for `ScriptedEngine`, with a tokenizer and a renderer built in code: no model and no files.
 
-Even episodes are played by the script: each tool once with arguments that fit, then the task's label as the answer. Odd ones at
-random: calls good and bad, unknown tools, markup that cannot be parsed, silence, long and strange text.
+Episodes with an even index follow the script: each tool once with valid arguments, then the task's label as the answer. Episodes with an
+odd index act randomly: valid and invalid calls, unknown tools, markup that cannot be parsed, empty text, long and unusual text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is string else m['content'] | tojson }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_STRANGE = (
+_UNUSUAL = (
     "🙂 naïve 東京",
     "<tool_call>",
     "</answer>",
@@ -38,7 +38,7 @@ _STRANGE = (
 
 
 def make_tiny_renderer(action_format: str | None) -> Renderer:
-    """Bytes as tokens, ChatML as the template. Formats that belong to a model family are played as hermes: an Env cannot tell."""
+    """Return a renderer with bytes as tokens and the ChatML template. Formats of model families are replaced by hermes: an Env sees no difference."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,23 +49,20 @@ def make_tiny_renderer(action_format: str | None) -> Renderer:
 
 
 class Policy:
-    """A script for the engine: one of the two policies, by the episode's ordinal."""
+    """The script of the engine: one of the two policies, by the episode's index."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], specs: Mapping[str, EpisodeSpec]) -> None:
-        """`specs` are the episodes to come, by their id."""
         self._renderer = renderer
         self._tools = tools
         self._specs = specs
 
     def engine(self) -> ScriptedEngine:
-        """An engine that follows it."""
         tokenizer = self._renderer.tokenizer
         return ScriptedEngine(
             self, encode=tokenizer.encode_plain, decode=tokenizer.decode, end_id=self._renderer.stop_token_ids[0]
         )
 
     def __call__(self, ask: Ask) -> str:
-        """What the policy says in this turn."""
         spec, random = self._specs[ask.session], Random(ask.sampling.seed)
         if spec.index % 2:
             return self._random(spec, ask.number, random)
@@ -77,32 +74,32 @@ class Policy:
         return self._answer(label_text(task.label))
 
     def _random(self, spec: EpisodeSpec, turn: int, random: Random) -> str:
-        """Each kind comes first in some episode, so that few episodes see them all."""
+        """Return a random action. Each kind opens some episode, so that a few episodes cover all kinds."""
         tool = random.choice(self._tools) if self._tools else None
-        kinds = ["broken", "silence", "unknown", "strange", "answer", "chatter", *(["wrong", "call"] if tool else [])]
+        kinds = ["broken", "empty", "unknown", "unusual", "answer", "text", *(["wrong", "call"] if tool else [])]
         kind = kinds[spec.index // 2 % len(kinds)] if turn == 0 else random.choice(kinds)
         if tool is not None and kind == "call":
             return self._call(tool, spec.task, random)
         if tool is not None and kind == "wrong":
-            return self._write(tool.name, {"wrong": random.choice(_STRANGE)})
+            return self._write(tool.name, {"wrong": random.choice(_UNUSUAL)})
         texts = {
             "broken": "<search> </search>"
             if isinstance(self._renderer.format, TagFormat)
             else "<tool_call>{</tool_call>",
-            "silence": "",
+            "empty": "",
             "unknown": self._write("no_such_tool", {"x": 1}),
-            "strange": random.choice(_STRANGE),
-            "answer": self._answer(random.choice((label_text(spec.task.label), "no idea", "", *_STRANGE))),
+            "unusual": random.choice(_UNUSUAL),
+            "answer": self._answer(random.choice((label_text(spec.task.label), "no idea", "", *_UNUSUAL))),
         }
         return texts.get(kind, " ".join(random.choices(words(spec.task), k=random.randint(1, 12))))
 
     def _call(self, spec: ToolSpec, task: Task, random: Random) -> str:
-        needed = spec.parameters.get("required", [])
+        required = spec.parameters.get("required", [])
         definitions = spec.parameters.get("$defs", {})
-        chosen = {
-            n: s for n, s in spec.parameters.get("properties", {}).items() if n in needed or random.random() < 0.5
+        properties = {
+            n: s for n, s in spec.parameters.get("properties", {}).items() if n in required or random.random() < 0.5
         }
-        return self._write(spec.name, {n: argument(s, definitions, task, random) for n, s in chosen.items()})
+        return self._write(spec.name, {n: argument(s, definitions, task, random) for n, s in properties.items()})
 
     def _write(self, name: str, arguments: Mapping[str, Any]) -> str:
         form = self._renderer.format
@@ -119,7 +116,7 @@ class Policy:
 def argument(
     schema: Mapping[str, Any], definitions: Mapping[str, Any], task: Task, random: Random, depth: int = 0
 ) -> Any:
-    """A value that fits a JSON schema, as far as its type says."""
+    """Return a random value of the type that a JSON schema describes. Patterns and formats are ignored."""
     if "$ref" in schema:
         schema = definitions.get(str(schema["$ref"]).rpartition("/")[2], {})
     if "const" in schema:
@@ -145,13 +142,13 @@ def argument(
 
 
 def words(task: Task) -> list[str]:
-    """Words of the task, for arguments and chatter."""
+    """Return words of the task, for arguments and random text."""
     text = " ".join(str(m.get("content") or "") for m in task.messages)
     return text.split()[:200] or ["word"]
 
 
 def label_text(label: Any) -> str:
-    """A label as an answer: the first of several."""
+    """Return a label as an answer; the first one if there are several."""
     while isinstance(label, (list, tuple)) and label:
         label = label[0]
     return label if isinstance(label, str) else json.dumps(label, default=str)

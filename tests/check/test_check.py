@@ -1,4 +1,4 @@
-"""`agentrl check` finds what breaks an environment's contract, and nothing in one that keeps it."""
+"""`agentrl check` reports what violates an environment's contract, and nothing for one that keeps it."""
 
 import asyncio
 import itertools
@@ -80,23 +80,23 @@ async def check(env, **more):
     return await check_env(env, **{"episodes": 10, **more})
 
 
-def found(report: Report, severity=None):
+def findings_of(report: Report, severity=None):
     return {(f.where, f.what) for f in report.findings if severity is None or f.severity is severity}
 
 
-def said(report, where, text, severity=Severity.ERROR):
+def reports(report, where, text, severity=Severity.ERROR):
     return any(where == f.where and text in f.what and f.severity is severity for f in report.findings)
 
 
 @pytest.mark.parametrize("env", [Good, GoodSync])
 async def test_nothing_is_found_in_a_good_environment(env):
     report = await check(env)
-    assert found(report) == set()
+    assert findings_of(report) == set()
     assert report.ok
     assert report.episodes == 20
     assert report.turns > 20
     assert (min(report.scores), max(report.scores)) != (0, 0)
-    assert str(report).splitlines()[-1] == "ok: nothing found"
+    assert str(report).splitlines()[-1] == "ok: no findings"
 
 
 async def test_an_environment_in_search_r1s_format():
@@ -118,7 +118,7 @@ async def test_an_environment_in_search_r1s_format():
             return f"about {query}"
 
     report = await check(Tags)
-    assert found(report) == set()
+    assert findings_of(report) == set()
 
 
 async def test_the_same_check_twice_finds_the_same():
@@ -211,7 +211,7 @@ def _refuse():
 async def test_what_breaks_the_contract_is_an_error(kind):
     body, where, text = BROKEN[kind]
     report = await check(broken(**{k: v for k, v in body.items() if k not in ("__dict__", "__weakref__")}))
-    assert said(report, where, text), str(report)
+    assert reports(report, where, text), str(report)
     assert not report.ok
     assert str(report).splitlines()[-1].startswith("not ok: ")
 
@@ -232,7 +232,7 @@ WARNED = {
 async def test_what_is_mostly_not_meant_is_a_warning(kind):
     body, where, text = WARNED[kind]
     report = await check(broken(**body))
-    assert said(report, where, text, Severity.WARNING), str(report)
+    assert reports(report, where, text, Severity.WARNING), str(report)
     assert report.ok, str(report)
 
 
@@ -245,7 +245,7 @@ async def test_close_called_by_the_environment_itself():
         def close(self):
             pass
 
-    assert said(await check(ClosesItself), "close", "more than once", Severity.WARNING)
+    assert reports(await check(ClosesItself), "close", "more than once", Severity.WARNING)
 
 
 async def test_close_that_needs_a_reset():
@@ -253,7 +253,7 @@ async def test_close_that_needs_a_reset():
         def close(self):
             self.random.random()
 
-    assert said(await check(Needs), "close", "AttributeError when there was no reset", Severity.WARNING)
+    assert reports(await check(Needs), "close", "AttributeError without a preceding reset", Severity.WARNING)
 
 
 async def test_a_tool_parameter_without_a_type_or_words():
@@ -264,8 +264,8 @@ async def test_a_tool_parameter_without_a_type_or_words():
             return "x"
 
     report = await check(Loose)
-    assert said(report, "tool loose", "'x' may be anything", Severity.WARNING)
-    assert said(report, "tool loose", "'y' has no description", Severity.NOTE)
+    assert reports(report, "tool loose", "'x' accepts any value", Severity.WARNING)
+    assert reports(report, "tool loose", "'y' has no description", Severity.NOTE)
 
 
 async def test_an_environment_without_tasks_or_rewards_is_checked_with_made_up_ones():
@@ -273,8 +273,8 @@ async def test_an_environment_without_tasks_or_rewards_is_checked_with_made_up_o
         pass
 
     report = await check(Bare)
-    assert said(report, "tasks", "no tasks of its own", Severity.NOTE)
-    assert said(report, "rewards", "names no rewards", Severity.NOTE)
+    assert reports(report, "tasks", "no tasks of its own", Severity.NOTE)
+    assert reports(report, "rewards", "names no rewards", Severity.NOTE)
     assert report.episodes == 20
     assert report.ok
 
@@ -285,7 +285,7 @@ async def test_a_class_that_needs_arguments_is_said():
             pass
 
     report = await check(Needs)
-    assert said(report, "constructor", "corpus")
+    assert reports(report, "constructor", "corpus")
     assert report.episodes == 0
 
 
@@ -293,7 +293,7 @@ async def test_a_class_that_needs_arguments_is_said():
 
 
 async def test_blocking_is_said_by_whether_it_holds_the_event_loop(monkeypatch):
-    monkeypatch.setattr("agentrl.check.probe.SLOW_S", 0.05)
+    monkeypatch.setattr("agentrl.check.instrumented_env.SLOW_S", 0.05)
 
     class SlowSync(GoodSync):
         def reset(self, task, *, seed):
@@ -310,14 +310,14 @@ async def test_blocking_is_said_by_whether_it_holds_the_event_loop(monkeypatch):
             await asyncio.sleep(0.1)
             return StepResult("x", terminated=True)
 
-    assert said(await check(SlowSync, episodes=2), "reset", "blocked a thread", Severity.WARNING)
-    assert said(await check(SlowAsync, episodes=2), "step", "blocked the event loop")
+    assert reports(await check(SlowSync, episodes=2), "reset", "blocked a thread", Severity.WARNING)
+    assert reports(await check(SlowAsync, episodes=2), "step", "blocked the event loop")
     assert not [f for f in (await check(Waiting, episodes=2)).findings if "blocked" in f.what]
 
 
 @pytest.mark.parametrize("name", ["reset", "step", "close"])
 async def test_a_method_that_never_returns_is_an_error_and_the_check_ends(monkeypatch, name):
-    monkeypatch.setattr("agentrl.check.probe.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agentrl.check.instrumented_env.TIMEOUT_S", 0.1)
     monkeypatch.setattr("agentrl.check.env_check.TIMEOUT_S", 0.1)
     gate = threading.Event()
 
@@ -326,7 +326,7 @@ async def test_a_method_that_never_returns_is_an_error_and_the_check_ends(monkey
 
     report = await check(broken(**{name: hangs}), episodes=2)
     gate.set()
-    assert said(report, "time", f"env {name}: timeout"), str(report)
+    assert reports(report, "time", f"env {name}: timeout"), str(report)
 
 
 # -- pieces ----------------------------------------------------------------------------------------------------------
