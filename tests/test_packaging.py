@@ -142,7 +142,7 @@ def test_the_warm_up_is_told_alike_in_both_places():
 
 def test_the_table_of_folders_lists_all_in_the_order_of_the_layers():
     """docs/architecture.md: a folder imports only folders listed above it; pyproject.toml holds the layers."""
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("\n## ")[0]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     there = {p.stem for p in (ROOT / "agentrl").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     listed = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row)]
@@ -164,3 +164,13 @@ def test_every_target_of_make_is_phony():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert sorted(phony.split()) == sorted(re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE))
+
+
+def test_every_file_that_the_architecture_page_names_exists():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/]+\.(?:py|toml|md))`", page)}
+    files = {str(p.relative_to(ROOT)) for folder in ("agentrl", "envs", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()}
+    missing = [n for n in named if not (ROOT / n).exists() and not any(f == n or f.endswith(f"/{n}") for f in files)]
+    assert missing == []
+    folders = {name for name in re.findall(r"`((?:tests/)?[\w/]+/)`", page)}
+    assert [f for f in folders if not ((ROOT / "agentrl" / f).is_dir() or (ROOT / f).is_dir())] == []
