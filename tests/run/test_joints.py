@@ -500,7 +500,7 @@ async def test_rows_hold_what_the_engine_said_and_the_seed_decides_what_it_is_as
         assert row.tokens.tolist() == list(t.segments[0].ids)
         said = [p for s in t.segments[0].spans for p in (s.log_probs or [0.0] * len(s.ids))]
         assert np.allclose(row.rollout_log_probs, said)
-    seeds = [[r.sampling.seed for r in s.asked()] for s in (seen, again, other)]
+    seeds = [sorted(r.sampling.seed for r in s.asked()) for s in (seen, again, other)]
     assert seeds[0] == seeds[1]
     assert not set(seeds[0]) & set(seeds[2])
     assert tasks(seen) != tasks(other), "in another order"
