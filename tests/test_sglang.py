@@ -192,7 +192,8 @@ async def test_a_sync_with_one_altered_tensor_is_refused(server, tmp_path, by):
         assert "engine: weights differ" in fleet.causes
         assert ("1 of" if by == "checksums" else "differ") in str(e.value)
         assert fleet.members[0].state != "ready"
-        trainer.altered = ""
-        await engine.update_weights(trainer.export_weights(tmp_path / "good"), 3)  # for the tests that follow
         await fleet.close()
         sync.close()
+    trainer.altered = ""
+    async with attached(server) as engine:  # for the tests that follow
+        await engine.update_weights(trainer.export_weights(tmp_path / "good"), 3)
