@@ -168,9 +168,14 @@ def test_every_target_of_make_is_phony():
 
 def test_every_file_that_the_architecture_page_names_exists():
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    named = {name for name in re.findall(r"`([\w/]+\.(?:py|toml|md))`", page)}
-    files = {str(p.relative_to(ROOT)) for folder in ("agentrl", "envs", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()}
+    named = set(re.findall(r"`([\w/]+\.(?:py|toml|md))`", page))
+    files = {
+        str(p.relative_to(ROOT))
+        for folder in ("agentrl", "envs", "tests")
+        for p in (ROOT / folder).rglob("*")
+        if p.is_file()
+    }
     missing = [n for n in named if not (ROOT / n).exists() and not any(f == n or f.endswith(f"/{n}") for f in files)]
     assert missing == []
-    folders = {name for name in re.findall(r"`((?:tests/)?[\w/]+/)`", page)}
+    folders = set(re.findall(r"`((?:tests/)?[\w/]+/)`", page))
     assert [f for f in folders if not ((ROOT / "agentrl" / f).is_dir() or (ROOT / f).is_dir())] == []

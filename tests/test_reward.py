@@ -1,6 +1,7 @@
 """Rewards: what they may return, by what names they are found, what becomes of the rest."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -94,10 +95,27 @@ async def test_case_22_hanging_rewards_run_out_of_time_and_then_fail_at_once():
     with pytest.raises(RewardFailure, match="ran out of time"):
         await score(hangs, timeout_s=0.05)
 
+    gate, calls = threading.Event(), []
+
+    def blocks(_):
+        calls.append(1)
+        gate.wait(60)
+
+    scorer = Scorer([Reward(blocks, "r0", timeout_s=0.05)])
+    try:
+        for _ in range(scorer.pool.max_abandoned):
+            with pytest.raises(RewardFailure, match="ran out of time"):
+                await scorer.score(trajectory())
+        for _ in range(2):
+            with pytest.raises(RewardFailure, match="hang past their time limit"):
+                await scorer.score(trajectory())
+        assert len(calls) == scorer.pool.max_abandoned
+    finally:
+        gate.set()
+        scorer.close()
+
 
 async def test_pure_rewards_run_where_they_are():
-    import threading
-
     t = await score(
         pure(lambda _: float(threading.current_thread() is threading.main_thread())),
         lambda _: float(threading.current_thread() is threading.main_thread()),
