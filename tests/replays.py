@@ -110,7 +110,7 @@ def span_at(t, turn, provenance):
 class NoteTrainer:
     """Notes what it is fed."""
 
-    copies, micro_batch_tokens = 1, 1 << 14
+    copies, micro_batch_tokens, multiple = 1, 1 << 14, 1
 
     def __init__(self):
         self.fed = []

@@ -24,6 +24,7 @@ from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Trainer
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import Sample, to_samples
+from agentrl.train.schedule import sft_learning_rate
 from agentrl.train.step_record import step_record
 from agentrl.types import Trajectory
 
@@ -43,7 +44,7 @@ async def sft(config: Config, sources: Sequence[Path], *, out: Print = print) ->
         out(f"run folder {folder.path}: {len(samples)} samples, {len(batches)} steps")
         began = time.perf_counter()
         for step, batch in enumerate(batches):
-            rate = sft_rate(config, step, len(batches))
+            rate = sft_learning_rate(config, step, len(batches))
             row = await asyncio.to_thread(_step, trainer, folder, config, batch, step, rate)
             if step % 10 == 0 or step == len(batches) - 1:
                 out(
@@ -125,10 +126,3 @@ def make_batches(samples: Sequence[Sample], config: Config) -> list[list[Sample]
         Random(derive_seed(config.run.seed, "sft", epoch)).shuffle(names)
         batches += [[s for n in names[i : i + size] for s in episodes[n]] for i in range(0, len(names), size)]
     return batches
-
-
-def sft_rate(config: Config, step: int, steps: int) -> float:
-    """Linear warm-up over `lr_warmup_rollouts` steps, then constant, or linear decay to a twentieth."""
-    t = config.train
-    warm = min(1.0, (step + 1) / max(1, t.lr_warmup_rollouts))
-    return t.lr * warm * (1.0 if t.lr_decay_style == "constant" else max(0.05, 1 - step / steps))

@@ -21,8 +21,9 @@ from agentrl.run.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.store import Recording
 from agentrl.store.run_folder import RunFolder, last_checkpoint
+from agentrl.train.schedule import rollout_learning_rate
 from agentrl.train.step_record import step_record
-from agentrl.train.steps import learning_rate, loss_config, step_rows, with_log_probs
+from agentrl.train.steps import loss_config, step_rows, with_log_probs
 from agentrl.types import EpisodeSpec, Group
 
 Print = Callable[[str], None]
@@ -155,7 +156,7 @@ class Job:
         """Advantages, rows, and `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
         await self.weights.yield_gpu(self.trainer)
-        lr, loss = learning_rate(self.config, self.step), loss_config(self.config.train)
+        lr, loss = rollout_learning_rate(self.config, self.step), loss_config(self.config.train)
         steps = await with_log_probs(
             self.trainer, step_rows(groups, self.config), reference=self.config.train.use_kl_loss
         )

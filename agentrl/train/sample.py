@@ -1,6 +1,6 @@
-"""`Sample`, the training row, and how a Trajectory becomes Samples. Masks, log-probs and versions are derived from spans, never kept by hand.
+"""`Sample`: one segment of an episode as training data, and how a Trajectory becomes Samples.
 
-Field names are those users of slime know; a constructor check makes an inconsistent Sample impossible.
+Masks, log-probs and policy versions are derived from spans. Field names are those of slime.
 """
 
 from __future__ import annotations
@@ -21,90 +21,111 @@ Runs = list[tuple[int, int]]
 
 Pixels = Callable[[Sequence[Image]], dict[str, Any] | None]
 
-_NEVER = (Provenance.PROMPT, Provenance.OBSERVATION, Provenance.TEMPLATE, Provenance.FORCED)
-_KNOWN = frozenset(map(int, Provenance))
+_NEVER_TRAINED = (Provenance.PROMPT, Provenance.OBSERVATION, Provenance.TEMPLATE, Provenance.FORCED)
+_PROVENANCES = frozenset(map(int, Provenance))
 
 
 @dataclass
 class Sample:
-    """One segment of an episode as a training row. `tokens` = prompt tokens + response tokens; per-token fields speak of the response.
+    """One segment of an episode as training data.
+
+    `tokens` are the prompt's, then the response's. The response is everything after the prompt: the sampled tokens of all turns, and the
+    observations and template tokens between them. Per-token fields have one entry per response token.
 
     Raises:
-        InvariantError: fields that contradict each other (see `check`).
+        InvariantError: fields contradict each other (see `check`).
+
+    Example:
+        Two turns with one observation between them. The policy sampled 20, 21 and 25::
+
+            Sample(
+                tokens=[10, 11, 20, 21, 30, 31, 25],
+                response_length=5,
+                loss_mask=[1, 1, 0, 0, 1],
+                rollout_log_probs=[-0.3, -1.2, 0.0, 0.0, -0.1],
+                provenance=[(Provenance.SAMPLED, 2), (Provenance.OBSERVATION, 2), (Provenance.SAMPLED, 1)],
+                turn_of=[(0, 4), (1, 1)],
+                policy_versions=[(3, 2), (-1, 2), (3, 1)],
+                reward=1.0,
+                status=Status.COMPLETED,
+            )
     """
 
     group_index: int | None = None
+    """index of the group: all samples of the same task in one rollout"""
     index: int | None = None
-    """the episode's ordinal"""
+    """index of the episode in the run"""
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
-    """`images`: a list of `Image`, in the order of their placeholders in `tokens`; None without images"""
+    """`images`: a list of `Image` in the order of their placeholders in `tokens`; None: no images"""
     multimodal_train_inputs: dict[str, Any] | None = None
-    """what the model's forward takes beside `tokens`: pixel_values and image_grid_thw"""
+    """the model's inputs besides `tokens`: pixel_values and image_grid_thw"""
     response: str = ""
     response_length: int = 0
-    """tokens after the prompt, ≥ 0"""
+    """number of tokens after the prompt"""
     label: Any = None
     reward: float | dict[str, float] | None = None
-    """of the episode (all its samples carry the same); a dict has named components"""
+    """of the episode, so equal in all its samples; a dict has named components"""
     loss_mask: list[int] | None = None
     """[response_length] of 0 and 1; None: not known yet (status PENDING)"""
     rollout_log_probs: list[float] | None = None
-    """[response_length], by the engine when it sampled; 0.0 where not sampled"""
-    rollout_routed_experts: Any = None
+    """[response_length], the engine's; 0.0 where not sampled"""
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     remove_sample: bool = False
-    """keep it in the group's baseline, train on none of its tokens"""
-    generate_function_path: str | None = None
-    train_metadata: dict[str, Any] | None = None
+    """train on none of its tokens, but keep it in the group's baseline"""
     non_generation_time: float = 0.0
     """seconds of the episode spent outside the engine"""
-    spec_info: dict[str, Any] | None = None
     episode_id: str = ""
     segment_index: int = 0
     turn_rewards: list[float] = field(default_factory=list)
     """step reward of each of the episode's turns"""
     policy_versions: Runs = field(default_factory=list)
-    """per response token, run-length encoded; -1 where not sampled"""
+    """version of the weights that sampled each response token; -1 where not sampled"""
     provenance: Runs = field(default_factory=list)
-    """per response token, run-length encoded Provenance"""
+    """Provenance of each response token"""
     turn_of: Runs = field(default_factory=list)
-    """per response token, run-length encoded index of its turn"""
+    """turn index of each response token"""
     temperature: float = 1.0
+    """sampling temperature; 0: greedy"""
     seeds: dict[str, int] = field(default_factory=dict)
     allow_demonstration: bool = False
-    """SFT: DEMONSTRATION tokens may have mask 1"""
+    """DEMONSTRATION tokens may have mask 1 (SFT)"""
 
     def __post_init__(self) -> None:
         self.check()
 
     @property
     def weight_versions(self) -> list[str]:
-        """The versions of the weights that sampled it, in order of appearance (slime's name and type)."""
+        """Versions of the weights that sampled it, in order of appearance, as strings."""
         return [str(v) for v in dict.fromkeys(v for v, _ in self.policy_versions if v >= 0)]
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens with mask 1."""
+        """Number of tokens with mask 1; 0 if `remove_sample`."""
         return 0 if self.remove_sample else sum(self.loss_mask or ())
 
     def check(self) -> None:
-        """Raise InvariantError if the fields contradict each other. Called by the constructor and again before training."""
-        n = self.response_length
+        """Check the fields against each other; called by the constructor and again before training.
+
+        Raises:
+            InvariantError: which field is wrong, and what was expected.
+        """
+        length = self.response_length
         if not isinstance(self.status, Status):
             raise InvariantError(f"Sample.status must be a Status, found {self.status!r}")
-        if n < 0 or n > len(self.tokens):
-            raise InvariantError(f"Sample.response_length {n} does not fit its {len(self.tokens)} tokens")
+        if length < 0 or length > len(self.tokens):
+            raise InvariantError(f"Sample.response_length {length} does not fit its {len(self.tokens)} tokens")
         for name in ("loss_mask", "rollout_log_probs"):
             values = getattr(self, name)
-            if values is not None and len(values) != n:
-                raise InvariantError(f"Sample.{name} has {len(values)} entries, response_length is {n}")
+            if values is not None and len(values) != length:
+                raise InvariantError(f"Sample.{name} has {len(values)} entries, response_length is {length}")
         for name in ("policy_versions", "provenance", "turn_of"):
             runs: Runs = getattr(self, name)
-            if runs and (sum(c for _, c in runs) != n or any(c <= 0 for _, c in runs)):
-                raise InvariantError(f"Sample.{name} covers {sum(c for _, c in runs)} tokens, response_length is {n}")
+            counts = [count for _, count in runs]
+            if runs and (sum(counts) != length or min(counts) <= 0):
+                raise InvariantError(f"Sample.{name} covers {sum(counts)} tokens, response_length is {length}")
         if self.loss_mask is not None and not set(self.loss_mask) <= {0, 1}:
             raise InvariantError("Sample.loss_mask must hold only 0 and 1")
         if self.rollout_log_probs is not None and not all(map(math.isfinite, self.rollout_log_probs)):
@@ -113,7 +134,7 @@ class Sample:
         if not all(r is None or (isinstance(r, Real) and math.isfinite(r)) for r in rewards):
             raise InvariantError(f"Sample.reward must be finite numbers, found {self.reward!r:.80}")
         if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise InvariantError(f"Sample.temperature must be a number from 0 up, found {self.temperature!r}")
+            raise InvariantError(f"Sample.temperature must be a finite number ≥ 0, found {self.temperature!r}")
         if self.status in (Status.FAILED, Status.ABORTED) and any(self.loss_mask or ()):
             raise InvariantError(f"a Sample of status {self.status.value} must not be trained on")
         self._check_mask()
@@ -121,14 +142,14 @@ class Sample:
     def _check_mask(self) -> None:
         if not self.provenance or self.loss_mask is None:
             return
-        at = 0
+        start = 0
         for value, count in self.provenance:
-            if value not in _KNOWN:
-                raise InvariantError(f"Sample.provenance holds {value!r}; it must be one of {sorted(_KNOWN)}")
-            never = value in _NEVER or (value == Provenance.DEMONSTRATION and not self.allow_demonstration)
-            if never and any(self.loss_mask[at : at + count]):
+            if value not in _PROVENANCES:
+                raise InvariantError(f"Sample.provenance holds {value!r}; it must be one of {sorted(_PROVENANCES)}")
+            never = value in _NEVER_TRAINED or (value == Provenance.DEMONSTRATION and not self.allow_demonstration)
+            if never and any(self.loss_mask[start : start + count]):
                 raise InvariantError(f"Sample has mask 1 on a token of provenance {Provenance(value).name}")
-            at += count
+            start += count
 
 
 def to_samples(
@@ -138,26 +159,26 @@ def to_samples(
     demonstrations: bool = False,
     pixels: Pixels | None = None,
 ) -> list[Sample]:
-    """One Sample per segment that has a sampled (or, with `demonstrations`, demonstrated) token.
+    """One Sample per segment that has a sampled token; with `demonstrations`, a demonstrated one.
 
-    `pixels` (`Renderer.pixels`) makes `multimodal_train_inputs` of images.
-
-    FAILED and ABORTED trajectories give none: a failure is never turned into reward 0.
+    FAILED and ABORTED trajectories have no samples: a failure is never turned into reward 0.
+    `pixels` (`Renderer.pixels`) computes `multimodal_train_inputs` from images.
     """
     if trajectory.status in (Status.FAILED, Status.ABORTED):
         return []
-    made = [_segment_sample(trajectory, i, decode, demonstrations) for i in range(len(trajectory.segments))]
-    kept = [s for s in made if any(s.loss_mask or ())]
-    for s in kept:
-        if s.multimodal_inputs and pixels:
-            s.multimodal_train_inputs = pixels(s.multimodal_inputs["images"])
-    return kept
+    samples = [_segment_sample(trajectory, i, decode, demonstrations) for i in range(len(trajectory.segments))]
+    samples = [s for s in samples if any(s.loss_mask or ())]
+    for sample in samples:
+        if sample.multimodal_inputs and pixels:
+            sample.multimodal_train_inputs = pixels(sample.multimodal_inputs["images"])
+    return samples
 
 
 def _segment_sample(
     t: Trajectory, index: int, decode: Callable[[Sequence[int]], str] | None, demonstrations: bool
 ) -> Sample:
     spans = t.segments[index].spans
+    images = [placed.image for placed in t.segments[index].images]
     first = next((i for i, s in enumerate(spans) if s.provenance is not Provenance.PROMPT), len(spans))
     prompt, response = spans[:first], spans[first:]
     ids = list(chain.from_iterable(s.ids for s in response))
@@ -166,7 +187,7 @@ def _segment_sample(
         group_index=t.group_index,
         index=t.index,
         prompt=t.task.prompt if isinstance(t.task.prompt, str) else t.task.messages,
-        multimodal_inputs={"images": [p.image for p in t.segments[index].images]} if t.segments[index].images else None,
+        multimodal_inputs={"images": images} if images else None,
         tokens=[*chain.from_iterable(s.ids for s in prompt), *ids],
         response=decode(ids) if decode else "",
         response_length=len(ids),
@@ -194,11 +215,10 @@ def _expand(spans: Iterable[Span], value: Callable[[Span], int]) -> list[int]:
 
 
 def _runs(pairs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge neighbours of equal value."""
-    out: Runs = []
+    """Run-length encoding of (value, count) pairs: neighbours of equal value are merged."""
+    runs: Runs = []
     for value, count in pairs:
-        if out and out[-1][0] == value:
-            out[-1] = (value, out[-1][1] + count)
-        else:
-            out.append((value, count))
-    return out
+        if runs and runs[-1][0] == value:
+            count += runs.pop()[1]
+        runs.append((value, count))
+    return runs

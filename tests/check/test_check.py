@@ -52,7 +52,7 @@ class Good(ToolEnv):
 
 
 class GoodSync(Env):
-    """Keeps it too, with sync methods and a random generator of its own."""
+    """Keeps it, with sync methods and a separate random generator."""
 
     rewards = (says_label,)
 
@@ -89,7 +89,7 @@ def reports(report, where, text, severity=Severity.ERROR):
 
 
 @pytest.mark.parametrize("env", [Good, GoodSync])
-async def test_nothing_is_found_in_a_good_environment(env):
+async def test_a_good_environment_has_no_findings(env):
     report = await check(env)
     assert findings_of(report) == set()
     assert report.ok
@@ -142,7 +142,7 @@ async def test_arguments_and_tasks_are_passed_on():
 
 
 def broken(**body: Any):
-    """Good with something else in the place of its methods."""
+    """GoodSync with some of its methods replaced."""
     return type("Broken", (GoodSync,), body)
 
 
@@ -208,7 +208,7 @@ def _refuse():
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-async def test_what_breaks_the_contract_is_an_error(kind):
+async def test_a_violation_of_the_contract_is_an_error(kind):
     body, where, text = BROKEN[kind]
     report = await check(broken(**{k: v for k, v in body.items() if k not in ("__dict__", "__weakref__")}))
     assert reports(report, where, text), str(report)
@@ -229,7 +229,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("kind", WARNED)
-async def test_what_is_mostly_not_meant_is_a_warning(kind):
+async def test_a_likely_mistake_is_a_warning(kind):
     body, where, text = WARNED[kind]
     report = await check(broken(**body))
     assert reports(report, where, text, Severity.WARNING), str(report)
@@ -256,7 +256,7 @@ async def test_close_that_needs_a_reset():
     assert reports(await check(Needs), "close", "AttributeError without a preceding reset", Severity.WARNING)
 
 
-async def test_a_tool_parameter_without_a_type_or_words():
+async def test_a_tool_parameter_without_a_type_or_description():
     class Loose(Good):
         @tool
         def loose(self, x, y: int) -> str:
@@ -268,7 +268,7 @@ async def test_a_tool_parameter_without_a_type_or_words():
     assert reports(report, "tool loose", "'y' has no description", Severity.NOTE)
 
 
-async def test_an_environment_without_tasks_or_rewards_is_checked_with_made_up_ones():
+async def test_an_environment_without_tasks_or_rewards_is_checked_with_generated_tasks():
     class Bare(ToolEnv):
         pass
 
@@ -279,7 +279,7 @@ async def test_an_environment_without_tasks_or_rewards_is_checked_with_made_up_o
     assert report.ok
 
 
-async def test_a_class_that_needs_arguments_is_said():
+async def test_a_class_without_its_arguments_is_an_error():
     class Needs(Good):
         def __init__(self, corpus):
             pass
@@ -292,7 +292,7 @@ async def test_a_class_that_needs_arguments_is_said():
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-async def test_blocking_is_said_by_whether_it_holds_the_event_loop(monkeypatch):
+async def test_blocking_the_event_loop_is_an_error_and_a_thread_a_warning(monkeypatch):
     monkeypatch.setattr("agentrl.check.instrumented_env.SLOW_S", 0.05)
 
     class SlowSync(GoodSync):
@@ -388,7 +388,7 @@ def test_a_check_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-async def test_no_tasks_is_told_apart_from_tasks_that_break():
+async def test_an_environment_without_tasks_differs_from_broken_tasks():
     class Later(Good):
         @classmethod
         def tasks(cls, split):

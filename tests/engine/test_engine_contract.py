@@ -242,7 +242,7 @@ class TestLocalNumbers:
         all_at_once = await self.run(engine, "a", n, n)
         assert await self.run(engine, "b", 7, n) == all_at_once
         assert await self.run(engine, "c", 1, n) == all_at_once
-        assert engine.evictions == 0
+        assert engine.preemptions == 0
         await engine.close()
         for i in (*range(6), 13, 14, n - 1):
             for context, g in all_at_once[i]:
@@ -278,7 +278,7 @@ class TestLocalNumbers:
         turns = []
         for turn in (0, 1):
             turns.append(await asyncio.gather(*(self.ask(narrow, expected[i][turn][0], i) for i in range(8))))
-        assert narrow.evictions > 0
+        assert narrow.preemptions > 0
         assert [list(t) for t in turns] == [
             [(expected[i][turn][1].ids, expected[i][turn][1].log_probs) for i in range(8)] for turn in (0, 1)
         ]
@@ -359,7 +359,7 @@ class TestLocalSessions:
         await engine.generate([5, 6], params(), session="b")
         c = await asyncio.wait_for(engine.generate([5, 6], params(), session="c"), 30)
         assert c.ids == a.ids
-        assert engine.evictions == 1
+        assert engine.preemptions == 1
 
     async def test_requests_of_one_session_wait_for_each_other(self, engine):
         got = await asyncio.gather(*(engine.generate([5, 6, i], params(seed=i), session="a") for i in range(4)))
@@ -496,7 +496,7 @@ class TestLocalFaults:
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "config.json").write_text(json.dumps(json.loads((models["qwen3"] / "config.json").read_text())))
         engine = await local(tmp_path)
-        with pytest.raises(EngineFailure, match="not numbers"):
+        with pytest.raises(EngineFailure, match="not finite"):
             await engine.generate([5], params(), session="a")
         await engine.close()
 

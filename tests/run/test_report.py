@@ -12,7 +12,7 @@ from agentrl.config import Config, build_config
 from agentrl.rollout.rollout import CauseTable
 from agentrl.run.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.run.report import Report
-from agentrl.train.steps import learning_rate
+from agentrl.train.schedule import rollout_learning_rate
 from agentrl.types import Group, StopReason, Task
 
 CONFIG = build_config({"env": "search_r1", "seed": 3})
@@ -129,8 +129,8 @@ def test_steps_of_a_rollout_are_averaged_and_maxima_stay_maxima():
 )
 def test_the_learning_rate_warms_up_and_decays_to_a_tenth(style, rates):
     config = build_config({"lr": 1.0, "lr_warmup_rollouts": 2, "lr_decay_style": style, "num_rollout": 6})
-    assert [learning_rate(config, s) for s in range(6)] == pytest.approx(rates, abs=1e-6)
-    assert learning_rate(config, 6) == pytest.approx(1.0 if style == "constant" else 0.1)
+    assert [rollout_learning_rate(config, s) for s in range(6)] == pytest.approx(rates, abs=1e-6)
+    assert rollout_learning_rate(config, 6) == pytest.approx(1.0 if style == "constant" else 0.1)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The record: what is written is read, what a crash cut short is skipped, what is damaged is said."""
+"""The record: episodes survive writing and reading, truncated records are skipped, damaged ones are errors."""
 
 import dataclasses
 import json
@@ -129,7 +129,7 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_any_json_value_a_policy_can_write_survives(value):
-    """Case 14: integers of any size and lone surrogates are JSON to Python, and a policy can write them."""
+    """Integers of any size and lone surrogates are valid JSON in Python, and a policy can write them."""
     import json
 
     t = trajectory(turns=[Turn(0, 0, 2, Action("x", (ToolCall("a", {"q": value}, "c"),)))])
@@ -159,7 +159,7 @@ def test_deep_nesting_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [1, 7, 100])
-def test_a_last_frame_that_was_cut_short_is_skipped_and_writing_goes_on(tmp_path, lost):
+def test_a_truncated_last_frame_is_skipped_and_writing_continues(tmp_path, lost):
     many = [trajectory(index=i) for i in range(3)]
     write(tmp_path, many)
     (file,) = tmp_path.glob("*.zst")
@@ -169,7 +169,7 @@ def test_a_last_frame_that_was_cut_short_is_skipped_and_writing_goes_on(tmp_path
     assert [t.index for t in read_episodes(tmp_path)] == [0, 1, 9]
 
 
-def test_what_is_damaged_is_said_and_not_skipped(tmp_path):
+def test_a_damaged_record_is_an_error_and_not_skipped(tmp_path):
     write(tmp_path, [trajectory(index=i) for i in range(3)])
     (file,) = tmp_path.glob("*.zst")
     data = bytearray(file.read_bytes())
@@ -199,7 +199,7 @@ def test_a_newer_version_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("value", [5, [], {"a": 1}, {"version": "x"}])
-def test_what_is_no_episode_is_said(tmp_path, value):
+def test_a_line_that_is_not_an_episode_is_an_error(tmp_path, value):
     with pytest.raises(StoreError, match="not an episode record"):
         list(read_records(frame(tmp_path, value)))
 
@@ -210,12 +210,12 @@ def test_a_record_with_broken_fields_names_the_episode(tmp_path, change):
         list(read_episodes(frame(tmp_path, {**to_record(trajectory()), **change})))
 
 
-def test_no_such_file_is_said(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(StoreError, match="no episodes at"):
         list(read_records(tmp_path / "none"))
 
 
-def test_truncate_goes_back_to_a_position(tmp_path, monkeypatch):
+def test_truncate_restores_a_position(tmp_path, monkeypatch):
     monkeypatch.setattr("agentrl.store.episode_files.ROTATE_BYTES", 1200)
     writer = EpisodeWriter(tmp_path)
     positions = []
@@ -231,7 +231,7 @@ def test_truncate_goes_back_to_a_position(tmp_path, monkeypatch):
     assert [t.index for t in read_episodes(tmp_path)] == [0]
 
 
-def test_a_position_after_reopening_is_one_to_go_back_to(tmp_path):
+def test_truncate_restores_a_position_taken_after_reopening(tmp_path):
     write(tmp_path, [trajectory(index=0)])
     writer = EpisodeWriter(tmp_path)
     position = writer.position()
@@ -254,7 +254,7 @@ async def test_exactness_violations_finds_a_planted_change(episodes):
 
 
 async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(tmp_path, hermes):
-    """Case 14, through a whole episode to the disk and back."""
+    """Through a whole episode, to the disk and back."""
 
     class Any(ToolEnv):
         @tool
@@ -271,7 +271,6 @@ async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(
 
 
 def test_every_field_of_a_turn_is_in_the_record():
-    """The record names them one by one, for speed."""
     names = {f.name for f in dataclasses.fields(Turn)}
     action = Action("x", results=(ToolResult("c", "f", "text"),))
     whole = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, context=({"role": "user"},))]))))
@@ -281,3 +280,12 @@ def test_every_field_of_a_turn_is_in_the_record():
     huge = dataclasses.replace(action, calls=(ToolCall("f", {"n": 1 << 70}, "c"),))
     again = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, huge)]))))
     assert again["turns"][0]["action"]["calls"] == [{"name": "f", "arguments": {"n": 1 << 70}, "id": "c"}]
+
+
+def test_the_keys_of_a_record_keep_their_order():
+    """They are derived from the fields of `Trajectory`. Records are compared as bytes, so their order is part of the format."""
+    assert list(to_record(trajectory(), step=1, split="train")) == [
+        *("version", "kind", "step", "split", "episode_id", "group_index", "index", "attempt", "task", "env"),
+        *("segments", "turns", "stop_reason", "status", "cause", "state", "rewards", "weights", "score", "seed"),
+        *("demonstration", "timings"),
+    ]

@@ -1,4 +1,4 @@
-"""Parquet: one row per segment, arrays equal to the sample's, the whole record kept."""
+"""Parquet: one row per segment, with the arrays of the sample and the complete record."""
 
 import json
 
@@ -30,8 +30,8 @@ def test_rows_hold_the_arrays_of_the_samples():
     assert extra_fields(json.loads(rows[0]["record"])) == {"step": 0, "split": "train"}
 
 
-def test_no_column_is_of_a_type_that_datasets_cannot_read(tmp_path):
-    """It has features for lists and structs, none for maps."""
+def test_every_column_has_a_type_that_datasets_reads(tmp_path):
+    """`datasets` has features for lists and structs, not for maps."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     write_hf_dataset(tmp_path / "d", records())
     kinds = [f.type for f in pq.read_schema(tmp_path / "d" / "data" / "train-00000-of-00001.parquet")]

@@ -1,4 +1,4 @@
-"""A store opened at any place: the index, what a crash leaves, following a writer, versions, and what the trainer was fed."""
+"""Random access to a recording: the index, truncated records, following a writer, versions, and step records."""
 
 import json
 
@@ -35,7 +35,7 @@ def ids(recording):
     return [e.id for e in recording.episodes]
 
 
-def test_the_index_says_what_the_records_say(tmp_path):
+def test_the_index_agrees_with_the_records(tmp_path):
     write(tmp_path, range(8), split="train", config="abc")
     with_index = Recording(tmp_path)
     for file in tmp_path.glob("*.index"):
@@ -47,7 +47,7 @@ def test_the_index_says_what_the_records_say(tmp_path):
     assert from_record(with_index.record(e)) == trajectory(index=5, group=2, score=1.25, reason=StopReason.MAX_TURNS)
 
 
-def test_record_read_record_is_equal_to_the_byte(tmp_path):
+def test_a_record_read_and_written_again_is_byte_equal(tmp_path):
     write(tmp_path, range(6), split="train", note={"a": [1.5, "ü", None]})
     for record in all_records(tmp_path):
         line = encode(record)
@@ -67,7 +67,7 @@ def test_a_half_written_record_is_skipped_with_a_count(tmp_path, lost):
 
 
 @pytest.mark.parametrize("harm", [b"", b"garbage\n", b'{"at": 5, "length": 3}\n', b'{"at": 0, "length": 99999999}\n'])
-def test_an_index_that_cannot_be_true_is_not_trusted(tmp_path, harm):
+def test_an_invalid_index_is_ignored(tmp_path, harm):
     write(tmp_path, range(4))
     (index,) = tmp_path.glob("*.index")
     index.write_bytes(harm)
@@ -89,7 +89,7 @@ def test_a_recording_follows_its_writer_over_rotations(tmp_path, monkeypatch):
     assert [r["index"] for r in recording.records()] == list(range(12))
 
 
-def test_a_record_that_is_being_written_is_taken_in_when_it_is_whole(tmp_path):
+def test_a_record_that_is_being_written_is_read_when_it_is_complete(tmp_path):
     write(tmp_path, range(2))
     (file,) = tmp_path.glob("*.zst")
     whole = file.read_bytes()
@@ -101,7 +101,7 @@ def test_a_record_that_is_being_written_is_taken_in_when_it_is_whole(tmp_path):
     assert (ids(recording), recording.truncated) == (["0-0", "1-0"], 0)
 
 
-def test_going_back_takes_the_index_along(tmp_path):
+def test_truncate_truncates_the_index(tmp_path):
     writer = EpisodeWriter(tmp_path)
     positions = []
     for i in range(6):
@@ -121,14 +121,14 @@ def test_version_1_is_read(tmp_path):
     assert from_record(recording.record(recording.episodes[0])) == trajectory(index=4)
 
 
-def test_a_newer_version_is_one_sentence(tmp_path):
+def test_a_newer_version_is_refused(tmp_path):
     new = {**to_record(trajectory()), "version": VERSION + 1}
     (tmp_path / "000000.jsonl.zst").write_bytes(zstandard.compress(encode(new)))
     with pytest.raises(StoreError, match=f"newer agentrl.*version {VERSION + 1}"):
         Recording(tmp_path)
 
 
-def test_steps_lie_beside_the_episodes_and_are_no_episodes(tmp_path):
+def test_step_records_are_separate_from_episodes(tmp_path):
     writer = EpisodeWriter(tmp_path)
     writer.write(trajectory(index=0), step=0)
     writer.write_step(step=0, optimizer_step=1, rows=[{"episode_id": "0-0", "segment_index": 0, "advantage": -0.5}])
@@ -140,7 +140,7 @@ def test_steps_lie_beside_the_episodes_and_are_no_episodes(tmp_path):
     assert recording.step_of("nobody") is None
 
 
-def test_an_episode_that_does_not_exist_is_said_with_a_suggestion(tmp_path):
+def test_an_unknown_episode_is_an_error_with_a_suggestion(tmp_path):
     write(tmp_path, range(3))
     with pytest.raises(StoreError, match=r"no episode '22-0'.*did you mean '2-0'"):
         Recording(tmp_path).entry("22-0")

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from agentrl.errors import InvariantError  # noqa: E402
 from agentrl.train.base import LossConfig, Row  # noqa: E402
-from agentrl.train.batch_plan import deal, plan, split  # noqa: E402
+from agentrl.train.batch_plan import balance, batch_plan, split  # noqa: E402
 from agentrl.train.megatron.loss import TokenData, kl_estimate, surrogate, token_loss, vocab_parallel_log_probs  # noqa: E402
 from agentrl.train.megatron.micro_batch import collate  # noqa: E402
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, metrics  # noqa: E402
@@ -148,19 +148,19 @@ def test_a_batch_of_nothing_is_one_token_of_weight_0(rows):
 
 def test_a_plan_holds_every_row_once_within_the_limit_and_equally_many_parts():
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 300, 101)]
-    parts = plan(lengths, 3, 512)
+    parts = batch_plan(lengths, 3, 512)
     assert sorted(i for share in parts for part in share for i in part) == list(range(101))
     assert len({len(share) for share in parts}) == 1
     assert all(len(p) * max((lengths[i] for i in p), default=0) <= 512 for share in parts for p in share)
     loads = [sum(lengths[i] for part in share for i in part) for share in parts]
     assert max(loads) - min(loads) <= max(lengths)
-    assert parts == plan(lengths, 3, 512)
+    assert parts == batch_plan(lengths, 3, 512)
 
 
 def test_a_row_longer_than_the_limit_stands_alone_and_a_share_may_be_empty():
     assert split([50, 5, 5], [0, 1, 2], 10) == [[0], [1, 2]]
-    assert deal([7], 2) == [[0], []]
-    assert plan([7], 2, 10) == [[[0]], [[]]]
+    assert balance([7], 2) == [[0], []]
+    assert batch_plan([7], 2, 10) == [[[0]], [[]]]
 
 
 def test_the_first_token_cannot_be_trained():

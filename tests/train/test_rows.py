@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import InvariantError
 from agentrl.train.base import Row
-from agentrl.train.rows import NORMALISATIONS, make_rows, split_steps, trained_rows
+from agentrl.train.rows import NORMALISATIONS, make_rows, rows_with_gradient, split_steps
 from agentrl.train.sample import to_samples
 
 
@@ -121,8 +121,8 @@ def test_any_split_into_steps_keeps_episodes_whole_in_order_of_their_ordinals(ep
 
 def test_rows_without_an_advantage_are_left_out_only_where_nothing_else_is_learned():
     rows = make_rows([*episode(0, [[2]]), *episode(1, [[3]])], {"0-0": 0.0, "1-0": 1.0})
-    assert len(trained_rows(rows, keep_flat=True)) == 2
-    (kept,) = trained_rows(rows, keep_flat=False)
+    assert len(rows_with_gradient(rows, keep_flat=True)) == 2
+    (kept,) = rows_with_gradient(rows, keep_flat=False)
     assert float(kept.weights.sum()) == pytest.approx(0.5), "the denominator still counts both"
 
 

@@ -13,6 +13,8 @@ from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows, step_record
 from agentrl.view.episode_detail import episode_detail, trained_rows
 
+TRAINER = SimpleNamespace(copies=1, micro_batch_tokens=64, multiple=1)
+
 
 def episodes():
     one = [
@@ -34,7 +36,7 @@ def test_rows_from_the_record_are_the_rows_that_were_trained_on(tmp_path):
     writer = EpisodeWriter(tmp_path)
     for t in episodes():
         writer.write(t, step=0)
-    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8)
+    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8, multiple=1)
     writer.write_step(**step_record(rows, trainer, step=0, optimizer_step=1))
     writer.close()
 
@@ -62,7 +64,7 @@ def test_the_log_probs_of_a_single_step_are_kept_beside_the_rows(tmp_path):
     writer = EpisodeWriter(tmp_path)
     for t in episodes():
         writer.write(t, step=0)
-    writer.write_step(**step_record(rows, None, current, step=0))
+    writer.write_step(**step_record(rows, TRAINER, current, step=0))
     writer.close()
     recording = Recording(tmp_path)
     record = recording.step_of("0-0")
@@ -76,9 +78,9 @@ def test_the_log_probs_of_a_single_step_are_kept_beside_the_rows(tmp_path):
 
 def test_a_sample_that_is_not_the_one_recorded_is_refused():
     (sample,) = to_samples(episodes()[1])
-    record = step_record(make_rows([sample], {"1-0": 1.0}), None)
+    record = step_record(make_rows([sample], {"1-0": 1.0}), TRAINER)
     other = to_samples(trajectory([[span(PROMPT, (1,), -1), span(SAMPLED, (2,))]], index=1))[0]
-    with pytest.raises(StoreError, match="recorded 6 tokens, 3 of them trained; its episode gives 2 and 1"):
+    with pytest.raises(StoreError, match="recorded 6 tokens, 3 of them trained; its episode has 2 and 1"):
         rebuild_rows(record, lambda *_: other)
 
 

@@ -30,7 +30,7 @@ FLAGS = (
 
 
 def start_browser(size="1400,1000"):
-    """A browser that resolves no name and logs all that it asks for."""
+    """A browser that resolves no host names and logs all requests."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for flag in (*FLAGS, f"--window-size={size}"):
@@ -40,7 +40,7 @@ def start_browser(size="1400,1000"):
 
 
 class Served:
-    """A run behind a server in a thread of its own."""
+    """A run behind a server in a separate thread."""
 
     def __init__(self, path, decode):
         self.path = path

@@ -47,7 +47,6 @@ def chosen(run):
 
 
 def take(browser, url, run):
-    """All of them."""
     a, b = chosen(run)
 
     def shoot(name):

@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium: it opens, filters, colours, follows, and no text of an episode becomes anything but text.
+"""The page in a headless Chromium: it opens, filters, colours and follows a run, and the text of episodes stays text.
 
 Needs Debian's chromium and chromium-driver and the package selenium; skipped where they are missing.
 """
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from viewruns import EVIL, add_group, decode, episode, fed, make_large_run, make_run
+from viewruns import EVIL, add_group, decode, episode, make_large_run, make_run, step_record
 
 from agentrl.core.message_images import PlacedImage, as_image
 from agentrl.store import EpisodeWriter, Recording
@@ -53,7 +53,7 @@ def run(tmp_path):
 
 
 def check_quiet(browser, *allowed):
-    """No error on the console, no request to anywhere but our server, no script of an episode ran."""
+    """Assert that the console shows no error, every request went to the server, and no script of an episode ran."""
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
     messages = [json.loads(e["message"])["message"] for e in browser.get_log("performance")]
     urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
@@ -133,15 +133,15 @@ def test_an_episode_its_colours_and_its_trained_row(browser, run):
     check_quiet(browser)
 
 
-def test_a_long_row_says_how_much_of_it_is_shown_and_shows_the_rest(browser, tmp_path):
-    """Of 4,500 positions 4,000, then all, then the padding to a multiple of 16."""
+def test_a_long_row_is_shown_in_parts(browser, tmp_path):
+    """4,000 of 4,500 positions, then all of them, then the padding to a multiple of 16."""
     t = episode(0, 0, 1.0)
     spans = t.segments[0].spans
     long = dataclasses.replace(spans[0], ids=(1,) * (4501 - 14 + 5))
     writer = EpisodeWriter(tmp_path / "run")
     writer.write(dataclasses.replace(t, segments=(dataclasses.replace(t.segments[0], spans=(long, *spans[1:])),)))
-    (row, _) = fed(0, 0)["rows"]
-    writer.write_step(**fed(0, 0) | {"rows": [{**row, "tokens": 4501}], "plan": [[[0]]], "multiple": 16})
+    (row, _) = step_record(0, 0)["rows"]
+    writer.write_step(**step_record(0, 0) | {"rows": [{**row, "tokens": 4501}], "plan": [[[0]]], "multiple": 16})
     writer.close()
     served = Served(tmp_path / "run")
     try:
@@ -217,7 +217,7 @@ def test_the_run_page_follows_a_run_that_another_process_writes(browser, run):
     check_quiet(browser)
 
 
-def test_an_episode_that_does_not_exist_is_said(browser, run):
+def test_an_unknown_episode_is_an_error(browser, run):
     open_page(browser, run.url + "#/episode?id=<img src=x onerror=alert(1)>")
     assert "no episode" in text(browser, ".error")
     assert find(browser, "main img") == []
@@ -248,7 +248,7 @@ def test_the_exported_file_opens_by_itself(browser, tmp_path):
     check_quiet(browser)
 
 
-def test_images_are_shown_from_the_record_and_ask_for_nothing(browser, tmp_path):
+def test_images_are_shown_from_the_record_without_a_request(browser, tmp_path):
     pil = pytest.importorskip("PIL.Image")
     there, gone = (as_image({"image": pil.new("RGB", (64, 32), colour)}) for colour in ("red", "blue"))
     t = episode(0, 0, 1.0)
@@ -278,7 +278,7 @@ def test_images_are_shown_from_the_record_and_ask_for_nothing(browser, tmp_path)
         served.close()
 
 
-def test_what_other_rewards_would_have_changed_is_a_table(browser, run):
+def test_the_result_of_rescore_is_a_table(browser, run):
     made = {
         "groups": 6,
         "changed": 4,
@@ -304,7 +304,7 @@ def test_what_other_rewards_would_have_changed_is_a_table(browser, run):
     check_quiet(browser)
 
 
-def test_it_can_be_read_in_the_dark(browser, run):
+def test_dark_mode(browser, run):
     def brightness():
         rgb = browser.execute_script("return getComputedStyle(document.body).backgroundColor").strip("rgb()").split(",")
         return sum(map(int, rgb)) / 3
@@ -319,7 +319,7 @@ def test_it_can_be_read_in_the_dark(browser, run):
 
 
 def test_a_hundred_thousand_episodes(browser, tmp_path):
-    """Run page and list are on the screen within two seconds, their contents too; a scroll to the end, few elements."""
+    """Run page and list appear within two seconds; scrolling to the end works, and few elements exist."""
     make_large_run(tmp_path / "run", 100_000)
     began, cpu = time.perf_counter(), time.process_time()
     served = Served(tmp_path / "run")

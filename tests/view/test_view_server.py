@@ -1,4 +1,4 @@
-"""The server: what it answers, and what it refuses."""
+"""The server of the page: its responses, and the requests that it refuses."""
 
 import json
 
@@ -63,12 +63,12 @@ async def test_the_list_filters_sorts_and_pages(client, query, ids):
     assert [r["id"] for r in answer["rows"]] == ids
 
 
-async def test_neighbours_are_those_of_the_list_as_it_is_shown(client):
+async def test_neighbours_follow_the_filtered_and_sorted_list(client):
     assert await ask(client, "/api/neighbours", id="4-0", stop="terminated") == ["2-0", "6-0"]
     assert await ask(client, "/api/neighbours", id="0-0") == [None, "1-0"]
 
 
-async def test_an_episode_with_what_the_trainer_was_fed(client):
+async def test_an_episode_with_its_training_rows(client):
     e = await ask(client, "/api/episode", id="3-0")
     (s,) = e["segments"]
     assert "".join(s["text"]) == "".join(WORDS)
@@ -90,7 +90,7 @@ async def test_an_episode_with_what_the_trainer_was_fed(client):
     assert e["group"] == ["2-0", "3-0"]
 
 
-async def test_it_follows_a_run_that_is_written(client, writer):
+async def test_it_follows_a_run_that_is_being_written(client, writer):
     before = await ask(client, "/api/state")
     add_group(writer, 6)
     import asyncio
@@ -121,7 +121,7 @@ async def test_foreign_hosts_are_refused(client, host):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8400", "localhost:1", "LOCALHOST", "[::1]:8400"])
-def test_loopback_hosts_are_ours(host):
+def test_loopback_hosts_are_accepted(host):
     assert is_loopback(host)
 
 
@@ -145,7 +145,7 @@ async def test_nothing_but_the_listed_files_is_served(client, path):
     assert "seed" not in await answer.text()
 
 
-async def test_only_get_is_answered_and_every_answer_has_the_headers(client):
+async def test_only_get_is_allowed_and_every_response_has_the_headers(client):
     assert (await client.post("/api/run")).status == 405
     for path in ("/", "/api/run", "/nothing", "/style.css"):
         headers = (await client.get(path)).headers
@@ -165,13 +165,13 @@ async def test_only_get_is_answered_and_every_answer_has_the_headers(client):
         ("/api/episodes", {"offset": "-1"}, "must be a number"),
     ],
 )
-async def test_bad_questions_are_one_sentence(client, path, query, says):
+async def test_invalid_queries_are_errors_of_one_sentence(client, path, query, says):
     answer = await client.get(path, params=query)
     assert answer.status == 200
     assert says in (await answer.json())["error"]
 
 
-async def test_it_listens_on_loopback_and_says_when_a_port_is_taken(tmp_path, writer):
+async def test_it_listens_on_loopback_and_reports_a_port_in_use(tmp_path, writer):
     source = RunSource(tmp_path / "run")
     runner, port = await start(source, 0)
     assert runner.addresses[0][0] == "127.0.0.1"
@@ -180,7 +180,7 @@ async def test_it_listens_on_loopback_and_says_when_a_port_is_taken(tmp_path, wr
     await runner.cleanup()
 
 
-async def test_what_replay_and_rescore_left_is_shown(client, tmp_path):
+async def test_results_of_replay_and_rescore_are_shown(client, tmp_path):
     found = {
         "cause": "env",
         "what": "the observation",
@@ -205,7 +205,7 @@ async def test_what_replay_and_rescore_left_is_shown(client, tmp_path):
     assert (await ask(client, "/api/episode", id="0-0"))["replay"] is None
 
 
-def test_pieces_add_up_also_where_a_character_is_spread_over_tokens(tokenizer):
+def test_token_texts_concatenate_to_the_text_also_for_characters_of_several_tokens(tokenizer):
     text = "naïve 🙂 東京 <|im_start|>user\n ok"
     ids = tokenizer.encode(text)
     made = token_texts(ids, tokenizer.decode)

@@ -1,4 +1,4 @@
-"""Run folders for the page's tests: written by hand, with texts that try to break out of it."""
+"""Run folders for the page's tests, with texts that try to inject scripts."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ EVIL = (
     '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1"></pre></script>\x1b[31mred\x07 \u202ereversed'
     "<!--<script>{{constructor}} ' \" ` &lt; \u2028end"
 )
-"""what a tool may answer"""
+"""a possible result of a tool"""
 WORDS = [
     "<|im_start|>",
     "What",
@@ -86,8 +86,8 @@ def episode(index: int, group: int, score: float, reason=StopReason.TERMINATED, 
     )
 
 
-def fed(index: int, step: int):
-    """What the trainer was fed of the two episodes of a group."""
+def step_record(index: int, step: int):
+    """The step record of the two episodes of a group."""
     row = {"segment_index": 0, "tokens": 14, "trained": 6, "weight": 1 / 12, "old_log_probs": [-0.5] * 6}
     rows = [
         {**row, "episode_id": f"{index}-0", "advantage": 0.7071},
@@ -119,7 +119,7 @@ def make_run(folder: Path, groups: int = 6) -> EpisodeWriter:
 
 
 def add_group(writer: EpisodeWriter, g: int) -> None:
-    """One more group, of rollout g, trained on."""
+    """Add the group of rollout g, with its step record."""
     writer.write(episode(2 * g, g, 1.0), step=g, split="train", config="abcd")
     writer.write(
         episode(2 * g + 1, g, g / 10, StopReason.ENV_FAILURE if g == 3 else StopReason.MAX_TURNS),
@@ -127,11 +127,11 @@ def add_group(writer: EpisodeWriter, g: int) -> None:
         split="train",
         config="abcd",
     )
-    writer.write_step(**fed(2 * g, g))
+    writer.write_step(**step_record(2 * g, g))
 
 
 def make_large_run(folder: Path, episodes: int) -> None:
-    """A run of many episodes: one record again and again, under entries of their own."""
+    """A run of many episodes: one record many times, with different index entries."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text("")
     writer = EpisodeWriter(folder / "episodes")

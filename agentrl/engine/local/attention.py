@@ -1,8 +1,8 @@
-"""Attention over blocks of keys and values for rows of many sessions, whose result for a row does not depend on the other rows.
+"""Attention over blocks of keys and values for the tokens of many sessions. A token's result does not depend on the other tokens.
 
-A forward sees one line of tokens: first the pieces of one token, then longer pieces, then padding. A single token meets every
-block of its session in one batched product of fixed shape per block; the blocks' parts are then put together in the order of the
-text (an online softmax with the true maximum). A longer piece has a product of its own. See `local_kv` for the rule.
+A forward has one flat batch of tokens: first the decode tokens (chunks of one token), then the prefill chunks, then padding. All decode tokens
+attend to all blocks of their sessions in one batched product of fixed shape per block; the blocks' parts are then combined in the order of the
+text (an online softmax with the true maximum). Each prefill chunk has a separate product. `kv_cache` explains why.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from agentrl.engine.local.kv_cache import BLOCK, BlockPool, Session
+from agentrl.engine.local.kv_cache import BLOCK, BlockPool, Chunk
 
 NAME = "agentrl_blocks"
-"""under which transformers knows this attention"""
+"""the name of this attention in transformers"""
 MIN_BLOCKS = 8
-"""fewer are padded: a batch of one product could take another path in the library"""
+"""Fewer decode blocks are padded: for a batch of one product the library could use another algorithm."""
 
 
 @dataclass(slots=True)
-class _Piece:
-    """A piece of more than one token."""
+class _PrefillChunk:
+    """A chunk of more than one token."""
 
     offset: int
-    """of its first token in the line"""
+    """of its first token in the batch"""
     positions: Tensor
     """`[tokens]`"""
     blocks: Tensor
     """of its session, up to its last token"""
 
     def mask(self, window: int | None) -> Tensor:
-        """`[tokens, blocks * BLOCK]`, 0 where a token may look, else -inf."""
-        return _mask(
-            self.positions[:, None], torch.arange(len(self.blocks) * BLOCK, device=self.positions.device), window
-        )
+        """`[tokens, blocks * BLOCK]`: 0 where a token attends, else -inf."""
+        keys = torch.arange(len(self.blocks) * BLOCK, device=self.positions.device)
+        return _mask(self.positions[:, None], keys, window)
 
 
-@dataclass(slots=True)
-class Line:
-    """One forward's tokens and where their keys and values go."""
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """The tokens of one forward, and where their keys and values go."""
 
     pool: BlockPool
     ids: Tensor
@@ -51,99 +50,104 @@ class Line:
     """`[1, rows]`"""
     tokens: int
     """rows that are not padding"""
-    singles: int
-    """the first that many tokens are pieces of one token"""
+    decode_tokens: int
+    """the first rows, each a chunk of one token"""
     block: Tensor
-    """`[tokens]`: the block each token's key goes to"""
+    """`[tokens]`: the block for each token's key and value"""
     offset: Tensor
-    """`[tokens]`: and the place in it"""
-    pieces: list[_Piece]
-    held: Tensor
-    """all blocks of the singles' sessions, session by session, in the order of the text"""
-    owner: Tensor
-    """like `held`: which single"""
-    base: Tensor
-    """like `held`: position of the block's first token"""
-    place: Tensor
-    """like `held`: owner * most + index of the block in its session"""
-    most: int
-    """blocks of the longest single's session"""
+    """`[tokens]`: the position in that block"""
+    prefill_chunks: list[_PrefillChunk]
+    block_table: Tensor
+    """all blocks of the decode tokens' sessions, session by session, in the order of the text"""
+    block_owner: Tensor
+    """parallel to `block_table`: the decode token"""
+    block_start: Tensor
+    """parallel to `block_table`: position of the block's first token"""
+    block_slot: Tensor
+    """parallel to `block_table`: owner * max_blocks + index of the block in its session"""
+    max_blocks: int
+    """blocks of the longest decode token's session"""
     distinct: bool
-    """no two singles are of one session (they are when a session is computed again)"""
+    """all decode tokens belong to different sessions (not so when a session is computed again)"""
     masks: dict[Any, Any] = field(default_factory=dict)
-    """by sliding window; made once, used by every layer"""
+    """by sliding window; computed once for all layers"""
 
     @classmethod
-    def build(cls, batch: Sequence[tuple[Session, int, int]], rows: int, pool: BlockPool) -> Line:
-        """A line from pieces (session, start, end), those of one token first; blocks are already reserved."""
+    def build(cls, chunks: Sequence[Chunk], rows: int, pool: BlockPool) -> Batch:
+        """A batch of chunks, those of one token first. Their blocks must be allocated."""
         device = pool.device
         ids: list[int] = []
         positions: list[int] = []
         block: list[int] = []
-        for session, start, end in batch:
+        for session, start, end in chunks:
             ids += session.ids[start:end]
             positions += range(start, end)
             block += [session.blocks[p // BLOCK] for p in range(start, end)]
         tokens = len(ids)
-        pad = [0] * (rows - tokens)
-        at = torch.tensor(positions + pad, device=device)
-        singles = sum(end - start == 1 for _, start, end in batch)
-        pieces, offset = [], singles
-        for session, start, end in batch[singles:]:
-            blocks = torch.tensor(session.blocks[: -(-end // BLOCK)], device=device)
-            pieces.append(_Piece(offset, at[offset : offset + end - start], blocks))
-            offset += end - start
+        padding = [0] * (rows - tokens)
+        padded_positions = torch.tensor(positions + padding, device=device)
+        decode_tokens = sum(chunk.tokens == 1 for chunk in chunks)
+        prefill_chunks, offset = [], decode_tokens
+        for chunk in chunks[decode_tokens:]:
+            blocks = torch.tensor(chunk.session.blocks[: -(-chunk.end // BLOCK)], device=device)
+            prefill_chunks.append(_PrefillChunk(offset, padded_positions[offset : offset + chunk.tokens], blocks))
+            offset += chunk.tokens
         return cls(
             pool=pool,
-            ids=torch.tensor([ids + pad], device=device),
-            positions=at[None],
+            ids=torch.tensor([ids + padding], device=device),
+            positions=padded_positions[None],
             tokens=tokens,
-            singles=singles,
+            decode_tokens=decode_tokens,
             block=torch.tensor(block, device=device),
-            offset=at[:tokens] % BLOCK,
-            pieces=pieces,
-            **_tables(batch[:singles], device),
+            offset=padded_positions[:tokens] % BLOCK,
+            prefill_chunks=prefill_chunks,
+            **_decode_blocks(chunks[:decode_tokens], device),
         )
 
-    def single_mask(self, window: int | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """For the singles: owner of each block met, which of those to keep (None: all), and the mask `[blocks, 1, 1, BLOCK]`.
+    def decode_mask(self, window: int | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """For the decode tokens: the owner of each block read, which of those blocks to keep (None: all), and the mask `[blocks, 1, 1, BLOCK]`.
 
-        When the singles hold most of the pool, and each block has one owner, blocks are read where they lie; else they are gathered.
+        When the decode tokens hold most of the pool, and each block has one owner, the whole pool is read in place; else blocks are gathered.
         """
         if window not in self.masks:
-            inside = torch.arange(BLOCK, device=self.held.device)
-            position = self.positions[0][self.owner][:, None]
-            mask = _mask(position, self.base[:, None] + inside, window)
-            mask.masked_fill_((self.base < 0)[:, None], -torch.inf)
-            owner, keep = self.owner, None
-            if self.distinct and MIN_BLOCKS <= self.pool.size < 2 * len(self.held):
+            inside = torch.arange(BLOCK, device=self.block_table.device)
+            position = self.positions[0][self.block_owner][:, None]
+            mask = _mask(position, self.block_start[:, None] + inside, window)
+            mask.masked_fill_((self.block_start < 0)[:, None], -torch.inf)
+            owner, keep = self.block_owner, None
+            if self.distinct and MIN_BLOCKS <= self.pool.size < 2 * len(self.block_table):
                 owner = torch.zeros(self.pool.size, dtype=torch.long, device=mask.device)
-                owner[self.held] = self.owner
+                owner[self.block_table] = self.block_owner
                 whole = torch.full((self.pool.size, BLOCK), -torch.inf, device=mask.device)
-                whole[self.held] = mask
-                mask, keep = whole, self.held
+                whole[self.block_table] = mask
+                mask, keep = whole, self.block_table
             self.masks[window] = owner, keep, mask[:, None, None, :]
         return self.masks[window]
 
 
-def _tables(singles: Sequence[tuple[Session, int, int]], device: torch.device) -> dict[str, Any]:
-    """`held`, `owner`, `base`, `place`, `most` and `distinct` of a Line; padding has base -1 and changes nothing."""
-    held: list[int] = []
+def _decode_blocks(chunks: Sequence[Chunk], device: torch.device) -> dict[str, Any]:
+    """`block_table`, `block_owner`, `block_start`, `block_slot`, `max_blocks` and `distinct` of a Batch. Padding has start -1 and no effect."""
+    table: list[int] = []
     owner: list[int] = []
-    base: list[int] = []
-    counts = [-(-end // BLOCK) for _, _, end in singles]
-    most = max(counts, default=1)
-    place: list[int] = []
-    for i, ((session, _, _), n) in enumerate(zip(singles, counts, strict=True)):
-        held += session.blocks[:n]
-        owner += [i] * n
-        base += range(0, n * BLOCK, BLOCK)
-        place += range(i * most, i * most + n)
-    pad = max(0, MIN_BLOCKS - len(held)) if singles else 0
-    table = [held + [0] * pad, owner + [0] * pad, base + [-1] * pad, place + [len(singles) * most] * pad]
-    tensors = [torch.tensor(t, dtype=torch.long, device=device) for t in table]
-    distinct = len({session.key for session, _, _ in singles}) == len(singles)
-    return dict(zip(("held", "owner", "base", "place"), tensors, strict=True), most=most, distinct=distinct)
+    start: list[int] = []
+    slot: list[int] = []
+    counts = [-(-chunk.end // BLOCK) for chunk in chunks]
+    max_blocks = max(counts, default=1)
+    for i, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        table += chunk.session.blocks[:count]
+        owner += [i] * count
+        start += range(0, count * BLOCK, BLOCK)
+        slot += range(i * max_blocks, i * max_blocks + count)
+    padding = max(0, MIN_BLOCKS - len(table)) if chunks else 0
+    columns = {
+        "block_table": table + [0] * padding,
+        "block_owner": owner + [0] * padding,
+        "block_start": start + [-1] * padding,
+        "block_slot": slot + [len(chunks) * max_blocks] * padding,
+    }
+    tensors = {name: torch.tensor(column, dtype=torch.long, device=device) for name, column in columns.items()}
+    distinct = len({chunk.session.key for chunk in chunks}) == len(chunks)
+    return {**tensors, "max_blocks": max_blocks, "distinct": distinct}
 
 
 def _mask(position: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -161,61 +165,65 @@ def block_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    agentrl_line: Line,
+    agentrl_batch: Batch,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: `query` `[1, heads, rows, dim]`, `key` and `value` `[1, kv_heads, rows, dim]`.
+    """The attention function of transformers: `query` `[1, heads, rows, dim]`, `key` and `value` `[1, kv_heads, rows, dim]`.
 
     Returns `[1, rows, heads, dim]`; rows of padding are zero.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise NotImplementedError("the local engine's attention has no soft cap and no sinks; this model needs them")
-    line = agentrl_line
-    keys, values = line.pool.layer(cast(int, module.layer_idx), key, value)
-    tokens = line.tokens
-    keys[line.block, :, line.offset] = key[0, :, :tokens].transpose(0, 1)
-    values[line.block, :, line.offset] = value[0, :, :tokens].transpose(0, 1)
+        raise NotImplementedError(
+            "the local engine's attention has no soft cap and no sinks, which this model needs; use --engine sglang"
+        )
+    batch = agentrl_batch
+    keys, values = batch.pool.layer(cast(int, module.layer_idx), key, value)
+    tokens, decode_tokens = batch.tokens, batch.decode_tokens
+    keys[batch.block, :, batch.offset] = key[0, :, :tokens].transpose(0, 1)
+    values[batch.block, :, batch.offset] = value[0, :, :tokens].transpose(0, 1)
     heads, rows, dim = query.shape[1:]
     scale = dim**-0.5 if scaling is None else scaling
     out = query.new_zeros(rows, heads, value.shape[-1])
-    if line.singles:
-        q = query[0, :, : line.singles].transpose(0, 1).reshape(line.singles, keys.shape[1], -1, dim)
-        out[: line.singles] = _singles(line, q, keys, values, scale, sliding_window).flatten(1, 2)
-    for piece in line.pieces:
-        end = piece.offset + len(piece.positions)
-        out[piece.offset : end] = _piece(piece, query[0, :, piece.offset : end], keys, values, scale, sliding_window)
+    if decode_tokens:
+        q = query[0, :, :decode_tokens].transpose(0, 1).reshape(decode_tokens, keys.shape[1], -1, dim)
+        out[:decode_tokens] = _decode(batch, q, keys, values, scale, sliding_window).flatten(1, 2)
+    for chunk in batch.prefill_chunks:
+        end = chunk.offset + len(chunk.positions)
+        out[chunk.offset : end] = _prefill(chunk, query[0, :, chunk.offset : end], keys, values, scale, sliding_window)
     return out[None], None
 
 
-def _singles(line: Line, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """`q` `[singles, kv_heads, group, dim]` -> the same shape."""
-    owner, keep, mask = line.single_mask(window)
+def _decode(batch: Batch, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of the decode tokens; `q` `[decode_tokens, kv_heads, group, dim]`, and so is the result."""
+    owner, keep, mask = batch.decode_mask(window)
     if keep is None:
-        keys, values = keys.index_select(0, line.held), values.index_select(0, line.held)
+        keys, values = keys.index_select(0, batch.block_table), values.index_select(0, batch.block_table)
     else:
-        keys, values = keys[: line.pool.size], values[: line.pool.size]
+        keys, values = keys[: batch.pool.size], values[: batch.pool.size]
     scores = torch.matmul(q.index_select(0, owner), keys.transpose(2, 3)).float().mul_(scale).add_(mask)
-    peaks = scores.amax(-1)
-    table = torch.full((line.singles * line.most + 1, *peaks.shape[1:]), -torch.inf, device=q.device)
-    table.index_copy_(0, line.place, peaks if keep is None else peaks.index_select(0, keep))
-    peak = table[:-1].view(line.singles, line.most, *peaks.shape[1:]).amax(1)
-    weights = scores.sub_(peak.index_select(0, owner).unsqueeze(-1)).exp_()
+    block_max = scores.amax(-1)
+    slots = torch.full((batch.decode_tokens * batch.max_blocks + 1, *block_max.shape[1:]), -torch.inf, device=q.device)
+    slots.index_copy_(0, batch.block_slot, block_max if keep is None else block_max.index_select(0, keep))
+    token_max = slots[:-1].view(batch.decode_tokens, batch.max_blocks, *block_max.shape[1:]).amax(1)
+    weights = scores.sub_(token_max.index_select(0, owner).unsqueeze(-1)).exp_()
     total, part = weights.sum(-1), torch.matmul(weights.to(values.dtype), values).float()
     if keep is not None:
         total, part = total.index_select(0, keep), part.index_select(0, keep)
-    totals = torch.zeros_like(peak).index_add_(0, line.owner, total)
-    parts = part.new_zeros(line.singles, *part.shape[1:]).index_add_(0, line.owner, part)
+    totals = torch.zeros_like(token_max).index_add_(0, batch.block_owner, total)
+    parts = part.new_zeros(batch.decode_tokens, *part.shape[1:]).index_add_(0, batch.block_owner, part)
     return parts.div_(totals.unsqueeze(-1)).to(q.dtype)
 
 
-def _piece(piece: _Piece, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """`query` `[heads, tokens, dim]` of one piece -> `[tokens, heads, dim]`."""
+def _prefill(
+    chunk: _PrefillChunk, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attention of one prefill chunk; `query` `[heads, tokens, dim]` -> `[tokens, heads, dim]`."""
     heads, tokens, dim = query.shape
-    k, v = (t.index_select(0, piece.blocks).transpose(0, 1).flatten(1, 2) for t in (keys, values))
+    k, v = (cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2) for cache in (keys, values))
     q = query.reshape(k.shape[0], -1, dim)
     scores = torch.matmul(q, k.transpose(1, 2)).float().mul_(scale)
-    scores.view(heads, tokens, -1).add_(piece.mask(window))
+    scores.view(heads, tokens, -1).add_(chunk.mask(window))
     out = torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
     return out.view(heads, tokens, -1).transpose(0, 1)

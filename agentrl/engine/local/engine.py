@@ -1,8 +1,8 @@
 """The local engine: a causal language model of transformers in this process, for CPUs and small models.
 
-What it promises: the same calls of a session, with the same ids, sampling parameters and seeds, get the same ids and log-probs bit
-for bit, whatever else runs (see `local_kv` for how). The forward runs in a thread of its own; a fault there fails every waiting
-request and every later call. What it is not: fast on large models; use SGLang for those.
+It is deterministic: the same calls of a session, with the same ids, sampling parameters and seeds, give bit-exact ids and log-probs at any load
+(`kv_cache` explains how). The model runs in a separate thread. A fault in that thread fails every waiting request and every later call. Use
+SGLang for large models.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from agentrl.engine.sampling import Decode, StopFinder
 from agentrl.errors import AgentRLError, ConfigError, EngineAbort, EngineFailure
 
 T = TypeVar("T")
-GRACE_S = 0.01
-"""before an idle session is put out of its slot"""
+PREEMPTION_DELAY_S = 0.01
+"""Before an idle session is preempted, its next request is awaited for this time."""
+HEALTH_S = 30.0
 _CLOSED = "the local engine is closed"
 
 
@@ -35,12 +36,14 @@ class LocalEngine:
 
     Args:
         model_dir: a Hugging Face model folder.
-        decode: ids -> text, for stop strings; without it they are refused.
-        max_running: slots, that is sessions that hold keys and values (see `local_scheduler`).
-        context_length: most tokens of context and generation; None: what the model's config says.
-        threads: of torch in the engine's thread; None: torch's own choice.
+        decode: ids -> text; required for stop strings.
+        max_running: maximum number of sessions that hold keys and values (see `scheduler`).
+        context_length: maximum tokens of context and generation; None: the model's.
+        threads: of torch in the engine's thread; None: torch's default.
+        dtype: of the weights and the cache.
+        device: of the weights and the cache.
         policy_version: of the weights in `model_dir`.
-        timeout_s: how long a call other than `generate` may take; a step in progress is waited for.
+        timeout_s: limit of every call other than `generate`, the step in progress included.
     """
 
     def __init__(
@@ -72,43 +75,54 @@ class LocalEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._futures: set[asyncio.Future[Any]] = set()
         self._fault: EngineFailure | None = None
-        self._closing = False
-        self._paused = False
-        self._asleep = False
+        self._closing = self._paused = self._asleep = False
         self._thread: threading.Thread | None = None
 
     @property
-    def evictions(self) -> int:
-        """Sessions whose keys and values were dropped for want of slots."""
-        return self._scheduler.evictions if self._scheduler else 0
+    def preemptions(self) -> int:
+        """How often an idle session's keys and values were freed for another session."""
+        return self._scheduler.preemptions if self._scheduler else 0
+
+    @property
+    def context_length(self) -> int:
+        """Maximum tokens of context and generation together."""
+        model = self._running_scheduler().model
+        return min(self._context_length or model.context_length, model.context_length)
 
     async def start(self) -> None:
         """Load the model in the engine's thread. A second call does nothing."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="agentrl-local-engine", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="agentrl-local-engine", daemon=True)
             self._thread.start()
         await self._call(lambda: None)
 
     async def generate(
         self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
-        """Sample a continuation of `ids`; see `Engine.generate`. A cancelled call is forgotten by the engine."""
-        scheduler = self._ready()
+        """See `Engine.generate`. If the call is cancelled, the request is dropped."""
+        scheduler = self._running_scheduler()
         if images:
             raise ConfigError("the local engine runs text models only and takes no images; use --engine sglang")
         if self._asleep:
-            raise EngineFailure("the local engine sleeps; wake it before generate", "engine asleep")
+            raise EngineFailure("the local engine is asleep; call wake before generate", "engine asleep")
         context = list(ids)
-        room = check_request(context, sampling, self.context_length)
+        max_new_tokens = check_request(context, sampling, self.context_length)
         if min(context) < 0 or max(context) >= scheduler.model.vocab_size:
             raise EngineFailure(
-                f"the context holds ids outside 0..{scheduler.model.vocab_size - 1}", "ids outside the vocabulary"
+                f"the context has ids outside 0..{scheduler.model.vocab_size - 1}; is its tokenizer the model's?",
+                "ids outside the vocabulary",
             )
         if sampling.stop and self._decode is None:
-            raise ConfigError("this local engine was made without `decode`; it cannot look for stop strings")
+            raise ConfigError("this local engine was created without `decode`, which stop strings require")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        finder = StopFinder(sampling.stop, self._decode or _no_text)
-        request = Request(session, context, sampling, room, finder, lambda answer: _settle(future, answer))
+        request = Request(
+            session=session,
+            context=context,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop_finder=StopFinder(sampling.stop, self._decode or _no_text),
+            on_finish=lambda result: _resolve(future, result),
+        )
         self._post(lambda: scheduler.add(request), future)
         try:
             return await future
@@ -117,28 +131,28 @@ class LocalEngine:
             raise
 
     async def release(self, session: str) -> None:
-        """The session is over; its slot is free."""
-        scheduler = self._ready()
+        """End the session and free its slot."""
+        scheduler = self._running_scheduler()
         await self._call(lambda: scheduler.release(session))
 
     async def pause(self) -> None:
-        """Compute nothing until `resume`; when this returns, the step in progress has ended."""
-        self._ready()
+        """Compute nothing until `resume`. The step in progress is finished first."""
+        self._running_scheduler()
         await self._call(lambda: setattr(self, "_paused", True))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
-        self._ready()
+        """Continue after `pause`."""
+        self._running_scheduler()
         await self._call(lambda: setattr(self, "_paused", False))
 
     async def abort(self, session: str | None = None) -> None:
-        """Give up requests in flight, of one session or all: they raise EngineAbort. Sessions keep their caches."""
-        scheduler = self._ready()
+        """Abort requests in flight, of one session or all: they raise EngineAbort. Sessions keep their caches."""
+        scheduler = self._running_scheduler()
         await self._call(lambda: scheduler.abort(session, EngineAbort("the request was aborted", "aborted")))
 
     async def sleep(self) -> None:
-        """Drop keys and values and, on an accelerator, move the weights to the host. Refused while requests are in flight."""
-        scheduler = self._ready()
+        """Free keys and values, and move the weights to the CPU. Refused while requests are in flight."""
+        scheduler = self._running_scheduler()
 
         def command() -> None:
             if scheduler.busy:
@@ -146,14 +160,14 @@ class LocalEngine:
                     "the local engine cannot sleep while requests are in flight; abort them first", "sleep while busy"
                 )
             self._asleep = True
-            scheduler.drop_cache()
+            scheduler.free_cache()
             scheduler.model.move(torch.device("cpu"))
 
         await self._call(command)
 
     async def wake(self) -> None:
-        """Be ready for `generate` after `sleep`."""
-        scheduler = self._ready()
+        """Move the weights back and accept generations."""
+        scheduler = self._running_scheduler()
 
         def command() -> None:
             scheduler.model.move(self._device)
@@ -162,8 +176,8 @@ class LocalEngine:
         await self._call(command)
 
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
-        """Replace the weights in place between two steps; see `Engine.update_weights`. Allowed while paused and while asleep."""
-        scheduler = self._ready()
+        """Replace the weights in place between two steps; see `Engine.update_weights`. Allowed while paused or asleep."""
+        scheduler = self._running_scheduler()
 
         def command() -> None:
             scheduler.model.update(weights)
@@ -172,9 +186,13 @@ class LocalEngine:
         await self._call(command)
 
     async def health(self) -> EngineInfo:
-        """What it is; EngineFailure if the thread died or does not answer within 30 s (or `timeout_s`, if less)."""
-        scheduler = self._ready()
-        await self._call(lambda: None, timeout_s=min(30.0, self._timeout_s))
+        """The engine's properties.
+
+        Raises:
+            EngineFailure: the thread died or does not respond.
+        """
+        scheduler = self._running_scheduler()
+        await self._call(lambda: None, timeout_s=min(HEALTH_S, self._timeout_s))
         return EngineInfo(
             name="local",
             version=f"transformers {transformers.__version__}, torch {torch.__version__}",
@@ -184,21 +202,21 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Stop the thread; requests in flight raise EngineFailure. Idempotent."""
+        """Stop the thread. Requests in flight raise EngineFailure. Idempotent."""
         with self._wakeup:
             self._closing = True
             self._wakeup.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, self._timeout_s)
 
-    @property
-    def context_length(self) -> int:
-        """Most tokens of context and generation together."""
-        model = self._ready().model
-        return min(self._context_length or model.context_length, model.context_length)
+    # -- from the event loop to the thread -----------------------------------------------------------------------------
 
-    def _ready(self) -> Scheduler:
-        """The scheduler, or the reason why there is none."""
+    def _running_scheduler(self) -> Scheduler:
+        """The scheduler of a running engine.
+
+        Raises:
+            EngineFailure: not started, closed, or failed.
+        """
         if self._fault is not None:
             raise EngineFailure(str(self._fault), self._fault.cause) from self._fault
         if self._closing:
@@ -209,62 +227,64 @@ class LocalEngine:
 
     async def _call(self, command: Callable[[], T], timeout_s: float | None = None) -> T:
         """Run a command in the engine's thread between two steps."""
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             try:
-                answer: Any = command()
+                result: Any = command()
             except AgentRLError as e:
-                answer = e
-            _settle(future, answer)
+                result = e
+            _resolve(future, result)
 
         self._post(run, future)
         try:
-            return await asyncio.wait_for(future, limit)
+            return await asyncio.wait_for(future, limit_s)
         except TimeoutError:
-            raise EngineFailure(f"the local engine did not answer within {limit:g} s", "engine timeout") from None
+            raise EngineFailure(f"the local engine did not respond within {limit_s:g} s", "engine timeout") from None
 
     def _post(self, command: Callable[[], None], future: asyncio.Future[Any] | None = None) -> None:
-        """Hand a command to the thread; `future` fails if the thread is gone."""
+        """Queue a command for the thread. `future` fails if the thread has ended, or ends first."""
         with self._wakeup:
-            gone = self._fault or (EngineFailure(_CLOSED, "engine closed") if self._closing else None)
-            if gone is None:
+            ended = self._fault or (EngineFailure(_CLOSED, "engine closed") if self._closing else None)
+            if ended is None:
                 self._commands.append(command)
                 if future is not None:
                     self._futures.add(future)
                     future.add_done_callback(self._futures.discard)
                 self._wakeup.notify()
-        if gone is not None and future is not None:
-            future.set_exception(EngineFailure(str(gone), gone.cause))
+        if ended is not None and future is not None:
+            future.set_exception(EngineFailure(str(ended), ended.cause))
 
-    def _work(self) -> None:
-        """The engine's thread."""
-        end = EngineFailure(_CLOSED, "engine closed")
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """The engine's thread: load the model, then steps and commands until the engine is closed."""
+        failure = EngineFailure(_CLOSED, "engine closed")
         try:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
             model = LocalModel(self._model_dir, dtype=self._dtype, device=self._device)
             self._scheduler = Scheduler(model, self._max_running, self._policy_version)
-            while self._turn(self._scheduler):
+            while self._iterate(self._scheduler):
                 pass
         except EngineFailure as e:
-            end = self._fault = e
-        except BaseException as e:  # noqa: BLE001 (whatever it is, nobody may wait for a thread that is gone)
-            end = EngineFailure(
+            failure = self._fault = e
+        except BaseException as e:  # noqa: BLE001 (whatever it is, no request may wait for a thread that has ended)
+            failure = EngineFailure(
                 f"the local engine's thread failed: {type(e).__name__}: {e}", f"engine fault: {type(e).__name__}"
             )
-            end.__cause__ = e
-            self._fault = end
-        self._fail_all(end)
+            failure.__cause__ = e
+            self._fault = failure
+        self._fail_all(failure)
 
-    def _turn(self, scheduler: Scheduler) -> bool:
-        """Run the commands that came, then one step; wait if there is nothing to do. False: closed."""
+    def _iterate(self, scheduler: Scheduler) -> bool:
+        """Wait until there is something to do, then run the queued commands and one step. False: the engine is closed."""
         with self._wakeup:
             while not (self._commands or self._closing or (scheduler.busy and not self._paused)):
                 self._wakeup.wait()
-            if scheduler.crowded and not self._paused:  # the idle sessions' next requests may be on their way
-                self._wakeup.wait_for(lambda: self._commands or self._closing, GRACE_S)
+            if scheduler.must_preempt and not self._paused:
+                self._wakeup.wait_for(lambda: self._commands or self._closing, PREEMPTION_DELAY_S)
             if self._closing:
                 return False
             commands = list(self._commands)
@@ -275,31 +295,31 @@ class LocalEngine:
             scheduler.step()
         return True
 
-    def _fail_all(self, end: EngineFailure) -> None:
-        """Answer everybody who waits."""
+    def _fail_all(self, failure: EngineFailure) -> None:
+        """Fail everything that waits for the thread."""
         with self._wakeup:
-            waiting = list(self._futures)
+            futures = list(self._futures)
             self._commands.clear()
-        for future in waiting:
-            failure = EngineFailure(str(end), end.cause)
-            failure.__cause__ = end.__cause__
-            _settle(future, failure)
+        for future in futures:
+            copy = EngineFailure(str(failure), failure.cause)
+            copy.__cause__ = failure.__cause__
+            _resolve(future, copy)
 
 
-def _settle(future: asyncio.Future[Any], answer: Any) -> None:
-    """Set a future's result, or its exception, from another thread."""
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    """Set a future's result or exception from another thread."""
 
-    def settle() -> None:
+    def resolve() -> None:
         if future.done():
             return
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
+        if isinstance(result, BaseException):
+            future.set_exception(result)
         else:
-            future.set_result(answer)
+            future.set_result(result)
 
     try:
-        future.get_loop().call_soon_threadsafe(settle)
-    except RuntimeError:  # the loop is closed: nobody waits any more
+        future.get_loop().call_soon_threadsafe(resolve)
+    except RuntimeError:  # the loop is closed: nothing waits any more
         return
 
 

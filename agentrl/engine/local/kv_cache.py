@@ -1,9 +1,9 @@
-"""Keys and values of the local engine's sessions, in blocks of fixed size, and the rule that keeps their bits the same at any load.
+"""The local engine's KV cache in blocks of fixed size, and the rule that makes it bit-exact at any load.
 
-The rule. A session's tokens are computed in *pieces*: the new part of each context cut every so many tokens from where it starts,
-and every sampled token on its own. A piece's attention is computed in shapes that follow from the piece alone (its length and the
-blocks before it), never from what else runs. The piece ends outlive the keys and values: when those are dropped (eviction, sleep,
-new weights), the same pieces are computed again, in the same shapes, to the same bits.
+A session's tokens are computed in *chunks*: the new part of a context is cut into prefill chunks of at most a fixed length, counted from where
+it starts, and every sampled token is a chunk by itself. The shapes in which a chunk's attention is computed depend only on the chunk (its
+length and the blocks before it), never on other requests. The chunk boundaries outlive the keys and values: when those are freed (preemption,
+sleep, new weights), the same chunks are computed again in the same shapes, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ BLOCK = 64
 class BlockPool:
     """Key and value blocks of all layers: per layer `[blocks, kv_heads, BLOCK, head_dim]`, zero where never written.
 
-    Block 0 belongs to nobody: padding points at it. Low numbers are handed out first, so the blocks in use stay close together.
+    Block 0 is never allocated: padding points at it. Low numbers are allocated first, so the blocks in use stay close together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,32 +40,35 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that sessions hold."""
+        """Number of allocated blocks."""
         return self._size - 1 - len(self._free)
 
     @property
     def size(self) -> int:
-        """Blocks numbered so far: every block in use has a lower number."""
+        """Number of blocks so far, free ones included."""
         return self._size
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A free block."""
         if self._free:
             return heapq.heappop(self._free)
         self._size += 1
         return self._size - 1
 
-    def give(self, blocks: Sequence[int]) -> None:
-        """Return blocks; what they hold stays until it is overwritten (masked, always finite)."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """Return blocks. Their contents stay until they are overwritten; attention masks them."""
         for block in blocks:
             heapq.heappush(self._free, block)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, made or grown to hold all blocks; `key`, `value` `[1, kv_heads, tokens, head_dim]` give the shapes."""
-        held = self._layers.get(index)
-        if held is None or held[0].shape[0] < self._size:
-            held = self._layers[index] = (self._grow(held and held[0], key), self._grow(held and held[1], value))
-        return held
+        """Keys and values of one layer, with memory for all blocks. `key` and `value` `[1, kv_heads, tokens, head_dim]` give the shapes."""
+        cached = self._layers.get(index)
+        if cached is None or cached[0].shape[0] < self._size:
+            cached = self._layers[index] = (
+                self._grow(cached and cached[0], key),
+                self._grow(cached and cached[1], value),
+            )
+        return cached
 
     def _grow(self, old: Tensor | None, like: Tensor) -> Tensor:
         blocks = 64
@@ -79,66 +82,80 @@ class BlockPool:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One episode's tokens as the engine knows them, in pieces, and the blocks that hold their keys and values."""
+    """The tokens of one episode, their chunks, and the blocks that hold their keys and values."""
 
     key: str
     ids: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    """where each piece ends, ascending; the last is len(ids)"""
-    done: int = 0
-    """pieces whose keys and values are in `blocks`"""
+    chunk_ends: list[int] = field(default_factory=list)
+    """ascending; the last is len(ids)"""
+    computed_chunks: int = 0
+    """chunks whose keys and values are in `blocks`"""
     blocks: list[int] = field(default_factory=list)
-    slot: bool = False
+    has_slot: bool = False
     """it may hold blocks"""
     active: Any = None
-    """the request it serves now"""
+    """the request being served"""
     queue: deque[Any] = field(default_factory=deque)
     """requests that wait for the active one"""
     last_used: int = 0
 
     @property
-    def computed(self) -> int:
-        """Tokens whose keys and values are held."""
-        return self.ends[self.done - 1] if self.done else 0
+    def computed_tokens(self) -> int:
+        """Tokens whose keys and values are in `blocks`."""
+        return self.chunk_ends[self.computed_chunks - 1] if self.computed_chunks else 0
 
-    def begin(self, context: Sequence[int], pool: BlockPool, piece: int) -> int:
-        """Take a context: keep the whole pieces it shares with what is known, cut the rest every `piece` tokens. Returns the cached tokens.
+    def set_context(self, context: Sequence[int], pool: BlockPool, max_chunk: int) -> int:
+        """Replace the tokens by `context`; returns the number of cached tokens.
 
-        At least the last token is left to compute, since its logits are needed.
+        Chunks that the two share are kept, the rest is cut into chunks of at most `max_chunk` tokens. At least the last token is left to
+        compute, since its logits are required.
         """
         common = _common_prefix(self.ids, context, len(context) - 1)
-        keep = bisect_right(self.ends, common)
-        start = self.ends[keep - 1] if keep else 0
-        del self.ids[start:], self.ends[keep:]
-        self.done = min(self.done, keep)
-        needed = -(-self.computed // BLOCK)
-        pool.give(self.blocks[needed:])
-        del self.blocks[needed:]
+        kept_chunks = bisect_right(self.chunk_ends, common)
+        start = self.chunk_ends[kept_chunks - 1] if kept_chunks else 0
+        del self.ids[start:], self.chunk_ends[kept_chunks:]
+        self.computed_chunks = min(self.computed_chunks, kept_chunks)
+        needed_blocks = -(-self.computed_tokens // BLOCK)
+        pool.free(self.blocks[needed_blocks:])
+        del self.blocks[needed_blocks:]
         self.ids.extend(context[start:])
-        self.ends.extend(range(start + piece, len(context), piece))
-        self.ends.append(len(context))
-        return self.computed
+        self.chunk_ends.extend(range(start + max_chunk, len(context), max_chunk))
+        self.chunk_ends.append(len(context))
+        return self.computed_tokens
 
     def append(self, token: int) -> None:
-        """Add a sampled token: a piece of its own."""
+        """Add a sampled token as a chunk."""
         self.ids.append(token)
-        self.ends.append(len(self.ids))
+        self.chunk_ends.append(len(self.ids))
 
-    def reserve(self, end: int, pool: BlockPool) -> None:
+    def allocate(self, end: int, pool: BlockPool) -> None:
         """Hold blocks for the first `end` tokens."""
         while len(self.blocks) * BLOCK < end:
-            self.blocks.append(pool.take())
+            self.blocks.append(pool.allocate())
 
-    def drop(self, pool: BlockPool) -> None:
-        """Give the blocks back; tokens and piece ends stay."""
-        pool.give(self.blocks)
+    def free(self, pool: BlockPool) -> None:
+        """Free the blocks. Tokens and chunk boundaries stay."""
+        pool.free(self.blocks)
         self.blocks.clear()
-        self.done = 0
+        self.computed_chunks = 0
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of a session that one forward computes."""
+
+    session: Session
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many leading ids agree, at most `limit`; one comparison when all of them do."""
-    n = min(len(a), len(b), limit)
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    """Length of the common prefix, at most `limit`. The usual case, a whole prefix, costs one comparison."""
+    length = min(len(a), len(b), limit)
+    if a[:length] == b[:length]:
+        return length
+    return next(i for i in range(length) if a[i] != b[i])

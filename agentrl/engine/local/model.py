@@ -1,4 +1,4 @@
-"""The model of the local engine: loading, one forward over a line of tokens, and new weights in place."""
+"""The model of the local engine: loading, one forward over a batch of chunks, and new weights in place."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl.engine.base import WeightsManifest
-from agentrl.engine.local.attention import NAME, Line, block_attention
-from agentrl.engine.local.kv_cache import BlockPool, Session
-from agentrl.engine.weight_files import check_fingerprint
+from agentrl.engine.local.attention import NAME, Batch, block_attention
+from agentrl.engine.local.kv_cache import BlockPool, Chunk
+from agentrl.engine.weight_files import check_fingerprint, refuse_weights
 from agentrl.errors import EngineFailure, StoreError
 
-REFERENCE_ROWS = 64
-"""every other number of rows must give this one's bits"""
-ROWS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""numbers of rows a forward may have"""
-
-MAX_PIECE = 128
-"""tokens after which a context is cut (see local_kv)"""
+REFERENCE_SIZE = 64
+"""Every other batch size must give the same bits as this one."""
+BATCH_SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Candidates for the number of rows (tokens, padding included) of a forward."""
+MAX_CHUNK = 128
+"""maximum tokens of a prefill chunk (see kv_cache)"""
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Transformers shows none on stderr; what a person sees of a run is ours."""
+    """Keep the progress bars of transformers off stderr."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -42,17 +41,17 @@ def no_progress_bar() -> Iterator[None]:
 
 
 class LocalModel:
-    """A causal language model of transformers that runs lines of tokens. Not thread-safe: one thread owns it."""
+    """A causal language model of transformers that computes batches of chunks. It belongs to one thread."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         AttentionInterface.register(NAME, block_attention)
         try:
             with no_progress_bar():
-                model, found = AutoModelForCausalLM.from_pretrained(
+                model, loading = AutoModelForCausalLM.from_pretrained(
                     folder, dtype=dtype, attn_implementation=NAME, output_loading_info=True
                 )
-            if wrong := sorted([*found["missing_keys"], *(k[0] for k in found["mismatched_keys"])]):
-                raise ValueError(f"{len(wrong)} tensors are missing or of another shape: {', '.join(wrong[:3])} …")
+            if wrong := sorted([*loading["missing_keys"], *(k[0] for k in loading["mismatched_keys"])]):
+                raise ValueError(f"{len(wrong)} tensors are missing or have another shape: {', '.join(wrong[:3])} …")
             self.model = model.to(device).eval()
         except (OSError, ValueError, KeyError) as e:
             raise EngineFailure(
@@ -66,36 +65,34 @@ class LocalModel:
         self.batch_invariant = not any(
             getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
         )
-        """rows of a forward do not meet each other (they do where experts take as many rows as are sent to them)"""
-        self.rows = agreeing_rows(self.model)
-        """numbers of rows a forward may have, ascending"""
-        self.piece = min(MAX_PIECE, self.rows[-1])
-        """most tokens of one piece"""
+        """the rows of a forward do not affect each other (they do where experts compute only the rows routed to them)"""
+        self.batch_sizes = batch_invariant_sizes(self.model)
+        """numbers of rows that a forward may have, ascending"""
+        self.max_chunk = min(MAX_CHUNK, self.batch_sizes[-1])
+        """maximum tokens of a prefill chunk"""
         self.eos_ids = _eos_ids(self.model)
-        """the model's own end tokens"""
+        """the model's end tokens"""
 
-    def fit(self, count: int) -> int:
-        """The smallest allowed number of rows that holds `count`."""
-        return next(r for r in self.rows if r >= count)
+    def padded_size(self, tokens: int) -> int:
+        """The smallest allowed number of rows for `tokens`."""
+        return next(size for size in self.batch_sizes if size >= tokens)
 
     @torch.inference_mode()
-    def forward(
-        self, batch: Sequence[tuple[Session, int, int]], pool: BlockPool, wanted: Sequence[int]
-    ) -> Tensor | None:
-        """Run pieces (session, start, end), those of one token first; logits `[rows, vocab]` after the tokens `wanted` of the line.
+    def forward(self, chunks: Sequence[Chunk], pool: BlockPool, logits_at: Sequence[int]) -> Tensor | None:
+        """Compute chunks, those of one token first; returns logits `[rows, vocab]` after the batch's tokens `logits_at`.
 
-        Rows past len(wanted) are padding; None if nothing is wanted.
+        Rows past len(logits_at) are padding. None if `logits_at` is empty.
         """
-        line = Line.build(batch, self.fit(sum(end - start for _, start, end in batch)), pool)
-        keep = list(wanted) + [0] * (self.fit(len(wanted)) - len(wanted)) if wanted else [0]
+        batch = Batch.build(chunks, self.padded_size(sum(chunk.tokens for chunk in chunks)), pool)
+        padding = [0] * (self.padded_size(len(logits_at)) - len(logits_at)) if logits_at else [0]
         logits = self.model(
-            input_ids=line.ids,
-            position_ids=line.positions,
+            input_ids=batch.ids,
+            position_ids=batch.positions,
             use_cache=False,
-            logits_to_keep=torch.tensor(keep, device=self.device),
-            agentrl_line=line,
+            logits_to_keep=torch.tensor([*logits_at, *padding], device=self.device),
+            agentrl_batch=batch,
         ).logits
-        return logits[0] if wanted else None
+        return logits[0] if logits_at else None
 
     def move(self, device: torch.device) -> None:
         """Move the weights."""
@@ -117,7 +114,11 @@ class LocalModel:
             target.copy_(source)
 
     def _matched(self, new: dict[str, Tensor], path: Path) -> list[tuple[Tensor, Tensor]]:
-        """Pairs (own tensor, new tensor); refuses unless every own tensor is met and nothing is left over. Tied tensors count as one."""
+        """Pairs (own tensor, new tensor). Tied tensors count as one.
+
+        Raises:
+            EngineFailure: names or shapes differ.
+        """
         own = self.model.state_dict()
         tied: dict[tuple[int, tuple[int, ...]], list[str]] = defaultdict(list)
         for name, tensor in own.items():
@@ -125,22 +126,17 @@ class LocalModel:
         faults = [f"{name}: not a tensor of this model" for name in new if name not in own]
         pairs = []
         for names in tied.values():
-            given = [n for n in names if n in new]
+            given = [name for name in names if name in new]
             if not given:
                 faults.append(f"{names[0]}: missing")
                 continue
             target, source = own[given[0]], new[given[0]]
             if source.shape != target.shape:
                 faults.append(f"{given[0]}: shape {list(source.shape)}, expected {list(target.shape)}")
-            elif not all(torch.equal(source, new[n]) for n in given[1:]):
+            elif not all(torch.equal(source, new[name]) for name in given[1:]):
                 faults.append(f"{' and '.join(given)}: this model ties them, their values differ")
             pairs.append((target, source))
-        if faults:
-            more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-            raise EngineFailure(
-                f"the weights in {path} do not fit; nothing was changed. {'; '.join(faults[:5])}{more}",
-                "weights do not fit",
-            )
+        refuse_weights(path, faults)
         return pairs
 
 
@@ -163,23 +159,23 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def agreeing_rows(model: nn.Module) -> tuple[int, ...]:
-    """The numbers of rows in ROWS for which every linear layer shape of the model gives the reference's bits on this machine.
+def batch_invariant_sizes(model: nn.Module) -> tuple[int, ...]:
+    """The BATCH_SIZES for which every linear layer shape of the model gives the reference's bits on this machine.
 
-    A matrix product may add up in another order when it has another number of rows. The shapes that do are not used, so a token's
-    numbers do not depend on how many tokens are computed beside it, nor on its place among them.
+    A matrix product may add in another order when it has another number of rows. Such sizes are not used, so a token's numbers depend neither
+    on how many tokens are computed beside it, nor on its place among them.
     """
     shapes = {(m.weight.shape, m.bias is not None): m for m in model.modules() if isinstance(m, nn.Linear)}
-    rows = [r for r in ROWS if r != REFERENCE_ROWS]
+    sizes = [size for size in BATCH_SIZES if size != REFERENCE_SIZE]
     for layer in shapes.values():
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(max(ROWS), layer.in_features, generator=generator).to(layer.weight)
-        parts = x.split(REFERENCE_ROWS)
+        x = torch.randn(max(BATCH_SIZES), layer.in_features, generator=generator).to(layer.weight)
+        parts = x.split(REFERENCE_SIZE)
         expected = torch.cat([nn.functional.linear(p, layer.weight, layer.bias) for p in parts])
         shuffled = torch.randperm(len(x), generator=generator).to(x.device)
-        rows = [r for r in rows if _agrees(layer, x, expected, shuffled[:r])]
-    return tuple(sorted([*rows, REFERENCE_ROWS]))
+        sizes = [size for size in sizes if _agrees(layer, x, expected, shuffled[:size])]
+    return tuple(sorted([*sizes, REFERENCE_SIZE]))
 
 
-def _agrees(layer: nn.Linear, x: Tensor, expected: Tensor, chosen: Tensor) -> bool:
-    return torch.equal(nn.functional.linear(x[chosen], layer.weight, layer.bias), expected[chosen])
+def _agrees(layer: nn.Linear, x: Tensor, expected: Tensor, rows: Tensor) -> bool:
+    return torch.equal(nn.functional.linear(x[rows], layer.weight, layer.bias), expected[rows])

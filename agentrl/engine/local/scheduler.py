@@ -1,8 +1,8 @@
-"""What the local engine computes next: sessions, slots, and one step at a time. No threads and no asyncio here.
+"""Decides what the local engine computes next: sessions, slots, and one step at a time. It uses neither threads nor asyncio.
 
-Slots. A session takes one of `max_running` slots with its first request and holds it, and with it its keys and values, until it is
-released. A session without one waits in the order of arrival. Only when nothing runs and one waits is the idle session that was used
-longest ago put out (counted in `evictions`): its tokens are computed again later, in the same pieces, so the answers keep their bits.
+A session takes one of `max_running` slots with its first request and keeps it, with its keys and values, until it is released. Sessions
+without a slot wait in order of arrival. Only when no session runs and one waits is the least recently used idle session preempted. Its
+tokens are computed again later in the same chunks, so the results stay bit-exact.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from agentrl.engine.base import Generation, SamplingParams
-from agentrl.engine.local.kv_cache import BlockPool, Session
+from agentrl.engine.local.kv_cache import BlockPool, Chunk, Session
 from agentrl.engine.local.model import LocalModel
 from agentrl.engine.local.sampler import sample
 from agentrl.engine.sampling import StopFinder, uniform
@@ -20,50 +20,52 @@ from agentrl.errors import EngineAbort, EngineFailure, Failure
 from agentrl.types import FinishReason
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One call of `generate`, and what it has so far."""
+    """One call of `generate`, and what was sampled so far."""
 
     session: str
     context: list[int]
     sampling: SamplingParams
-    room: int
-    """most tokens to sample"""
-    finder: StopFinder
-    done: Callable[[Generation | Failure], None]
-    """called once, from the engine's thread"""
+    max_new_tokens: int
+    """at most `sampling.max_new_tokens`"""
+    stop_finder: StopFinder
+    on_finish: Callable[[Generation | Failure], None]
+    """called once, in the engine's thread"""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    cached: int = 0
+    cached_tokens: int = 0
 
 
 class Scheduler:
-    """All sessions of the engine and the order in which their pieces are computed."""
+    """All sessions of the engine, and the order in which their chunks are computed."""
 
     def __init__(self, model: LocalModel, max_running: int, policy_version: int) -> None:
         self.model = model
         self.pool = BlockPool(model.device)
         self.policy_version = policy_version
-        self.evictions = 0
-        """sessions put out of their slot while they were not over"""
+        self.preemptions = 0
         self._sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
+        """sessions with a request and without a slot"""
         self._running: dict[str, Session] = {}
         self._free_slots = max_running
         self._clock = 0
 
     @property
     def busy(self) -> bool:
-        """There is something to compute."""
+        """Whether there is anything to compute."""
         return bool(self._running or self._waiting)
 
     @property
-    def crowded(self) -> bool:
-        """The next step will put an idle session out of its slot."""
+    def must_preempt(self) -> bool:
+        """Whether the next step will take the slot of an idle session."""
         return bool(self._waiting) and not self._free_slots and not self._running
 
+    # -- requests ------------------------------------------------------------------------------------------------------
+
     def add(self, request: Request) -> None:
-        """Take a request. Requests of one session are served one after the other."""
+        """Add a request. Requests of one session are served one after the other."""
         session = self._sessions.setdefault(request.session, Session(request.session))
         if session.active is not None:
             session.queue.append(request)
@@ -71,23 +73,22 @@ class Scheduler:
             self._serve(session, request)
 
     def release(self, key: str) -> None:
-        """Forget a session; requests of it that are not answered are given up."""
+        """Forget a session. Its unfinished requests are aborted."""
         session = self._sessions.get(key)
         if session is None:
             return
-        self._give_up([session], EngineAbort(f"session {key} was released while a request was in flight", "released"))
-        session.drop(self.pool)
-        if session.slot:
+        self._abort([session], EngineAbort(f"session {key} was released while a request was in flight", "released"))
+        session.free(self.pool)
+        if session.has_slot:
             self._free_slots += 1
         del self._sessions[key]
 
     def abort(self, key: str | None, reason: Failure) -> None:
-        """Give up the requests of one session, or of all."""
-        sessions = list(self._sessions.values()) if key is None else [s for s in [self._sessions.get(key)] if s]
-        self._give_up(sessions, reason)
+        """Abort the requests of one session, or of all."""
+        self._abort([s for s in self._sessions.values() if key in (None, s.key)], reason)
 
     def cancel(self, request: Request) -> None:
-        """Forget one request without an answer."""
+        """Forget one request without a result."""
         session = self._sessions.get(request.session)
         if session is None:
             return
@@ -97,150 +98,150 @@ class Scheduler:
             session.queue.remove(request)
 
     def weights_changed(self, policy_version: int) -> None:
-        """Drop all keys and values; give up requests that hold sampled tokens, start the others over."""
+        """Free all keys and values. Requests with sampled tokens are aborted, the others start again."""
         self.policy_version = policy_version
-        active = [s for s in self._sessions.values() if s.active is not None]
         reason = EngineAbort("new weights arrived while the generation was in flight", "weight update")
-        for session in active:
-            if session.active.ids:
-                session.active.done(reason)
-                self._finish(session)
-        self.drop_cache()
-
-    def drop_cache(self) -> None:
-        """Forget all keys and values; tokens and pieces stay known."""
         for session in self._sessions.values():
-            session.drop(self.pool)
-            if session.key in self._running:
-                session.active.cached = 0
-        self.pool.clear()
+            if session.active is not None and session.active.ids:
+                session.active.on_finish(reason)
+                self._finish(session)
+        self.free_cache()
 
-    def step(self) -> None:
-        """Compute one line of tokens and hand out what is finished."""
-        self._admit()
-        batch = self._batch()
-        line, wanted, rows = 0, [], []
-        for session, start, end in batch:
-            line += end - start
-            if end == len(session.ids):
-                wanted.append(line - 1)
-                rows.append(session)
-        logits = self.model.forward(batch, self.pool, wanted)
-        for session, _, _ in batch:
-            session.done += 1
-        if logits is None:
-            return
-        params = [s.active.sampling for s in rows]
-        tokens, log_probs = sample(logits, params, [uniform(s.active.sampling.seed, len(s.ids)) for s in rows])
-        for session, token, log_prob in zip(rows, tokens, log_probs, strict=True):
-            self._accept(session, token, log_prob)
+    def free_cache(self) -> None:
+        """Free all keys and values. Tokens and chunk boundaries stay."""
+        for session in self._sessions.values():
+            session.free(self.pool)
+            if session.key in self._running:
+                session.active.cached_tokens = 0
+        self.pool.clear()
 
     def _serve(self, session: Session, request: Request) -> None:
         session.active = request
         self._clock += 1
         session.last_used = self._clock
-        if session.slot:
-            self._start(session)
+        if session.has_slot:
+            self._run(session)
         else:
             self._waiting.append(session)
 
-    def _start(self, session: Session) -> None:
-        session.active.cached = session.begin(session.active.context, self.pool, self.model.piece)
+    def _run(self, session: Session) -> None:
+        request = session.active
+        request.cached_tokens = session.set_context(request.context, self.pool, self.model.max_chunk)
         self._running[session.key] = session
 
-    def _admit(self) -> None:
-        """Give free slots to those who wait; make one free if nothing could run otherwise."""
-        if self.crowded:
-            idle = min((s for s in self._sessions.values() if s.slot), key=lambda s: s.last_used)
-            idle.drop(self.pool)
-            idle.slot = False
-            self._free_slots += 1
-            self.evictions += 1
-        while self._waiting and self._free_slots:
-            session = self._waiting.popleft()
-            session.slot = True
-            self._free_slots -= 1
-            self._start(session)
-
-    def _batch(self) -> list[tuple[Session, int, int]]:
-        """The pieces of the next line: what is being sampled first, then contexts in the order of arrival while they fit."""
-        budget = self.model.rows[-1]
-        singles: list[tuple[Session, int, int]] = []
-        longer: list[tuple[Session, int, int]] = []
-        running = list(self._running.values())
-        for decoding in (True, False):
-            for session in running:
-                if (session.done == len(session.ends) - 1 and bool(session.active.ids)) is not decoding:
-                    continue
-                for start, end in _pending(session):
-                    if end - start > budget:
-                        return self._reserved(singles, longer)
-                    budget -= end - start
-                    (singles if end - start == 1 else longer).append((session, start, end))
-        return self._reserved(singles, longer)
-
-    def _reserved(
-        self, singles: list[tuple[Session, int, int]], longer: list[tuple[Session, int, int]]
-    ) -> list[tuple[Session, int, int]]:
-        batch = singles + longer
-        for session, _, end in batch:
-            session.reserve(end, self.pool)
-        return batch
-
-    def _accept(self, session: Session, token: int, log_prob: float) -> None:
-        """Add a sampled token to its request, and end the request if it is complete."""
-        request = session.active
-        if not -1e30 < log_prob <= 1e-3:
-            request.done(
-                EngineFailure(f"the model gave logits that are not numbers (log-prob {log_prob})", "logits not finite")
-            )
-            self._finish(session)
-            return
-        request.ids.append(token)
-        request.log_probs.append(log_prob)
-        finish, matched = self._ended(request, token)
-        if finish is None:
-            session.append(token)
-            return
-        request.done(
-            Generation(
-                tuple(request.ids), tuple(request.log_probs), finish, matched, self.policy_version, request.cached
-            )
-        )
-        self._finish(session)
-
-    def _ended(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
-        """Whether the last token ends the generation: end ids, then stop strings, then length."""
-        sampling = request.sampling
-        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.model.eos_ids):
-            return FinishReason.STOP, token
-        matched = request.finder.find(request.ids)
-        if matched is not None:
-            return FinishReason.STOP, matched
-        return (FinishReason.LENGTH if len(request.ids) >= request.room else None), None
-
     def _finish(self, session: Session) -> None:
-        """The active request is over; serve the session's next."""
+        """The active request is finished; serve the session's next one."""
         if self._running.pop(session.key, None) is None:
             self._waiting.remove(session)
         session.active = None
         if session.queue:
             self._serve(session, session.queue.popleft())
 
-    def _give_up(self, sessions: list[Session], reason: Failure) -> None:
+    def _abort(self, sessions: list[Session], reason: Failure) -> None:
         for session in sessions:
-            queued = list(session.queue)
+            requests = list(session.queue)
             session.queue.clear()
             if session.active is not None:
-                queued.insert(0, session.active)
+                requests.insert(0, session.active)
                 self._finish(session)
-            for request in queued:
-                request.done(reason)
+            for request in requests:
+                request.on_finish(reason)
 
+    # -- one step ------------------------------------------------------------------------------------------------------
 
-def _pending(session: Session) -> Iterator[tuple[int, int]]:
-    """The pieces still to compute, as (start, end)."""
-    start = session.computed
-    for end in session.ends[session.done :]:
-        yield start, end
-        start = end
+    def step(self) -> None:
+        """Compute one batch of chunks, sample where a context is complete, and finish requests."""
+        self._admit()
+        chunks = self._schedule()
+        tokens, logits_at, sampled = 0, [], []
+        for chunk in chunks:
+            tokens += chunk.tokens
+            if chunk.end == len(chunk.session.ids):
+                logits_at.append(tokens - 1)
+                sampled.append(chunk.session)
+        logits = self.model.forward(chunks, self.pool, logits_at)
+        for chunk in chunks:
+            chunk.session.computed_chunks += 1
+        if logits is None:
+            return
+        params = [s.active.sampling for s in sampled]
+        ids, log_probs = sample(logits, params, [uniform(s.active.sampling.seed, len(s.ids)) for s in sampled])
+        for session, token, log_prob in zip(sampled, ids, log_probs, strict=True):
+            self._accept(session, token, log_prob)
+
+    def _admit(self) -> None:
+        """Give free slots to waiting sessions, and preempt an idle one if nothing could run otherwise."""
+        if self.must_preempt:
+            idle = min((s for s in self._sessions.values() if s.has_slot), key=lambda s: s.last_used)
+            idle.free(self.pool)
+            idle.has_slot = False
+            self._free_slots += 1
+            self.preemptions += 1
+        while self._waiting and self._free_slots:
+            session = self._waiting.popleft()
+            session.has_slot = True
+            self._free_slots -= 1
+            self._run(session)
+
+    def _schedule(self) -> list[Chunk]:
+        """The next batch, chunks of one token first. Sessions that are decoding have priority, then contexts in order of arrival."""
+        chunks: list[Chunk] = []
+        budget = self.model.batch_sizes[-1]
+        for chunk in self._candidates():
+            budget -= chunk.tokens
+            if budget < 0:
+                break
+            chunks.append(chunk)
+        chunks.sort(key=lambda chunk: chunk.tokens > 1)
+        for chunk in chunks:
+            chunk.session.allocate(chunk.end, self.pool)
+        return chunks
+
+    def _candidates(self) -> Iterator[Chunk]:
+        """All chunks to compute, by priority."""
+        running = list(self._running.values())
+        decoding = [s.computed_chunks == len(s.chunk_ends) - 1 and bool(s.active.ids) for s in running]
+        for priority in (True, False):
+            for session, is_decoding in zip(running, decoding, strict=True):
+                if is_decoding is priority:
+                    start = session.computed_tokens
+                    for end in session.chunk_ends[session.computed_chunks :]:
+                        yield Chunk(session, start, end)
+                        start = end
+
+    def _accept(self, session: Session, token: int, log_prob: float) -> None:
+        """Add a sampled token to its request, and finish the request if it is complete."""
+        request = session.active
+        if not -1e30 < log_prob <= 1e-3:
+            request.on_finish(
+                EngineFailure(f"the model's logits are not finite (log-prob {log_prob})", "logits not finite")
+            )
+            self._finish(session)
+            return
+        request.ids.append(token)
+        request.log_probs.append(log_prob)
+        finish_reason, matched_stop = self._finish_reason(request, token)
+        if finish_reason is None:
+            session.append(token)
+            return
+        request.on_finish(
+            Generation(
+                ids=tuple(request.ids),
+                log_probs=tuple(request.log_probs),
+                finish_reason=finish_reason,
+                matched_stop=matched_stop,
+                policy_version=self.policy_version,
+                cached_tokens=request.cached_tokens,
+            )
+        )
+        self._finish(session)
+
+    def _finish_reason(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
+        """Whether the last token ends the generation, and the stop that matched: end ids, then stop strings, then length."""
+        sampling = request.sampling
+        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.model.eos_ids):
+            return FinishReason.STOP, token
+        matched_stop = request.stop_finder.find(request.ids)
+        if matched_stop is not None:
+            return FinishReason.STOP, matched_stop
+        return (FinishReason.LENGTH if len(request.ids) >= request.max_new_tokens else None), None

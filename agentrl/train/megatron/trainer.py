@@ -16,7 +16,7 @@ from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, StoreError
 from agentrl.train.base import Floats, LossConfig, Row
-from agentrl.train.batch_plan import plan
+from agentrl.train.batch_plan import batch_plan
 from agentrl.train.megatron.hf_folder import copy_model_files
 from agentrl.train.megatron.megatron_settings import Setup, world
 from agentrl.train.megatron.rank_pool import Workers
@@ -92,7 +92,7 @@ class MegatronTrainer:
         """Ask with every rank given its data-parallel share of the rows. Returns the answers by rank, and the plan."""
         if not rows:
             raise InvariantError(f"{command}: the batch is empty")
-        parts = plan([len(r.tokens) for r in rows], self.copies, self.micro_batch_tokens)
+        parts = batch_plan([len(r.tokens) for r in rows], self.copies, self.micro_batch_tokens)
         shares = []
         for share in parts:
             order = [i for part in share for i in part]
