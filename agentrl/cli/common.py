@@ -1,66 +1,119 @@
-"""What the commands over recorded episodes share: the run's own settings with today's flags over them, and its components."""
+"""What the commands share: adding them to the parser, running a job, and recorded episodes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import asyncio
+import functools
+import signal
+import threading
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.cli.flags import add_flags, read_flags
-from agentrl.config import Config, build_config, read_toml
+from agentrl.cli.flags import add_flags
 from agentrl.core.seeds import derive_seed
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
 from agentrl.store import IndexEntry, Recording
 
-Run = Callable[[argparse.Namespace, list[str]], int]
+RunCommand = Callable[[argparse.Namespace, list[str]], int]
+"""Runs a command with its arguments and the words that argparse did not know; returns the exit status."""
+
+HelpFormatter = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
+
+_MORE_HELP = (
+    "`agentrl %s --help-all` lists all flags, `agentrl help FLAG` explains one. Megatron's flags keep their names, "
+    "SGLang's are --sglang-NAME. A flag is also a key of its [section] in the file of --config."
+)
 
 
-def add_command(commands: Any, name: str, run: Run, about: str, *, settings: bool = True) -> argparse.ArgumentParser:
-    """A command with the run it works on; with `settings`, all settings are flags that win over the run's own."""
-    sub: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    sub.set_defaults(run_command=run)
-    sub.add_argument(
-        "recorded", type=Path, metavar="RUN", help="a run folder, a folder of episodes, or one file of them"
-    )
-    if settings:
-        sub.add_argument(
-            "--config", type=Path, metavar="FILE.toml", help="settings in place of the run's own config.toml"
+class Commands:
+    """The commands of the parser. `shown` are the settings that get flags: all of them, or a few for `--help`."""
+
+    def __init__(self, parser: argparse.ArgumentParser, shown: Collection[str]) -> None:
+        self._commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+        self._shown = shown
+
+    @property
+    def parsers(self) -> dict[str, argparse.ArgumentParser]:
+        """The parser of each command."""
+        return dict(self._commands.choices)
+
+    def add(
+        self, name: str, run: RunCommand, about: str, *, settings: bool = True, words: str = ""
+    ) -> argparse.ArgumentParser:
+        """Add a command. With `settings`, every setting is a flag; `words` are its positional arguments in the usage."""
+        usage = f"agentrl {name} {words + ' ' if words else ''}[--config FILE.toml] [--FLAG VALUE ...]"
+        parser: argparse.ArgumentParser = self._commands.add_parser(
+            name,
+            help=about,
+            description=about,
+            allow_abbrev=False,
+            formatter_class=HelpFormatter,
+            usage=usage if settings else None,
+            epilog=_MORE_HELP % name if settings else None,
         )
-        add_flags(sub)
-    return sub
+        parser.set_defaults(run_command=run)
+        if settings:
+            parser.add_argument("--help-all", action="help", help="list all flags by section and exit")
+            parser.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win over them")
+            add_flags(parser, self._shown)
+        return parser
 
 
-def no_more(command: str, rest: Sequence[str]) -> None:
-    """Refuse words that no flag took.
+def add_recorded(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument for recorded episodes."""
+    parser.add_argument(
+        "recorded", type=Path, metavar="RUN", help="run folder, folder of episodes, or file of episodes"
+    )
+
+
+def require_no_more(rest: Sequence[str]) -> None:
+    """Refuse words that argparse did not know.
 
     Raises:
-        ConfigError: the first of them.
+        ConfigError: There is one.
     """
     if rest:
-        raise ConfigError(f"{command}: unexpected {rest[0]!r}")
+        raise ConfigError(f"unexpected {rest[0]!r}")
 
 
-def settings_of(args: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """The settings the episodes were made with, and today's flags over them.
+def print_now(text: str) -> None:
+    """Print without buffering, also into a pipe."""
+    print(text, flush=True)
+
+
+def run_job(job: Coroutine[Any, Any, Any]) -> None:
+    """Run a job to its end. SIGTERM stops it as Ctrl-C does: it closes everything and reports how the run continues.
 
     Raises:
-        ConfigError: they are nowhere.
+        KeyboardInterrupt: The job was stopped.
     """
-    path: Path = args.recorded
-    near = [path / "config.toml", path.parent / "config.toml", path.parent.parent / "config.toml"]
-    found = args.config or next((p for p in near if p.exists()), None)
-    if found is None:
-        raise ConfigError(
-            f"{path}: no config.toml of a run in or above it; say with --config FILE.toml how its episodes were made"
-        )
-    return build_config(read_toml(found), read_flags(args, rest))
+    stopped = False
+
+    async def until_stopped() -> None:
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        task = asyncio.ensure_future(job)
+        if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        await task
+
+    try:
+        asyncio.run(until_stopped())
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        raise KeyboardInterrupt from None
 
 
 def runner_of(components: Components, split: str, engine: Any = None) -> EpisodeRunner:
-    """A runner with the seed and the temperature of a split ('train', 'eval/NAME')."""
+    """A runner with the seed and the temperature of a split: 'train' or 'eval/NAME'."""
     config = components.config
     kind, _, name = split.partition("/")
     if kind == "eval":
@@ -70,16 +123,17 @@ def runner_of(components: Components, split: str, engine: Any = None) -> Episode
     return components.runner(engine, temperature=config.rollout.rollout_temperature, seed=config.run.seed)
 
 
-def chosen(recording: Recording, ids: Sequence[str]) -> list[IndexEntry]:
-    """The entries of these episodes; all, if none is named."""
+def chosen_entries(recording: Recording, ids: Sequence[str]) -> list[IndexEntry]:
+    """The entries of these episodes, or of all if no id is given."""
     return [recording.entry(i) for i in ids] if ids else recording.episodes
 
 
-def say_note(recording: Recording, left: str = "") -> bool:
-    """Say that the run is being written, or how many records were left out because they are not whole.
+def print_note(recording: Recording, unwritten: str = "") -> bool:
+    """Print that a run is still being written, or that incomplete records were skipped. Return whether it is being written.
 
-    Returns whether the run is being written: then its folder is left alone. `left`: the file in it that would have been written.
+    The folder of a run that is being written is not changed; `unwritten` names the file that would have been written there.
     """
     if recording.note:
-        print(f"{recording.note}; {left} is left as it was" if recording.being_written and left else recording.note)
+        left_alone = f"; {unwritten} is not changed" if recording.being_written and unwritten else ""
+        print(f"{recording.note}{left_alone}")
     return recording.being_written

@@ -1,30 +1,26 @@
-"""`agentrl convert`: a GGUF file as a Hugging Face folder."""
+"""`agentrl convert`: convert a GGUF file to a Hugging Face folder."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from agentrl.cli.common import no_more
+from agentrl.cli.common import Commands, require_no_more
 from agentrl.errors import ConfigError
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    about = "write a GGUF file's model and tokenizer as a Hugging Face folder in float32"
-    parser = commands.add_parser("convert", help=about, description=about, allow_abbrev=False)
-    parser.add_argument("gguf", type=Path, help="the file")
-    parser.add_argument("folder", type=Path, help="made anew")
-    parser.set_defaults(run_command=run)
+def add_parser(commands: Commands) -> None:
+    about = "convert the model and tokenizer of a GGUF file to a Hugging Face folder in float32"
+    parser = commands.add("convert", run_convert, about, settings=False)
+    parser.add_argument("gguf", type=Path, metavar="FILE.gguf", help="the file to convert")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to create")
 
 
-def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Convert."""
+def run_convert(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.train.megatron.gguf import convert_gguf
 
-    no_more("convert", rest)
+    require_no_more(rest)
     if args.folder.exists():
-        raise ConfigError(f"{args.folder} exists already; name a new folder")
+        raise ConfigError(f"{args.folder} already exists; choose a new folder")
     print(convert_gguf(args.gguf, args.folder))
     return 0

@@ -1,231 +1,134 @@
-"""Command-line flags in three families: our own, one for each field of config/settings.py; Megatron's, by their own names; and slime's.
-
-Those of slime that mean something else here, or do not exist yet, are refused by name with what to use instead.
-"""
+"""One flag for each setting of config/settings.py. Flags of Megatron, SGLang and slime are read in foreign_flags.py."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import re
+from collections.abc import Container, Sequence
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
+from agentrl.cli.foreign_flags import parse_value, read_megatron, split_sglang
 from agentrl.config import FIELDS, SECTIONS, Layer
-from agentrl.errors import ConfigError, suggest
+from agentrl.config.describe import choices, plain_type
+from agentrl.config.settings import field_infos
+from agentrl.errors import ConfigError
 
-ALIASES = {"model": "hf_checkpoint", "recompute_activations": "recompute_granularity"}
-"""flags known under another name too"""
+ALIASES = {"model": "hf_checkpoint"}
+"""Further names of flags, and the settings they set."""
 
-REFUSED = {
-    "actor-num-nodes": "one machine for now: give --actor-num-gpus-per-node",
-    "load": "go on with a run: --resume RUN; begin from other weights: --hf-checkpoint DIR",
-    "save": "checkpoints go into the run folder: --run DIR",
-    "micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
-    "normalize-advantages": "advantages are normalised in the group: --advantage-estimator grpo (dr_grpo: not)",
-    "true-on-policy-mode": "with --num-steps-per-rollout 1 the ratio is 1 by definition",
-    "over-sampling-batch-size": "no over-sampling yet; flat groups are counted as flat_groups",
-    "partial-rollout": "no partial rollout yet; every rollout is finished",
-    "async-buffer-size": "training is synchronous",
-    "update-weights-interval": "weights are updated after every rollout",
-    "custom-generate-function-path": "write an Env: --env file.py:Class",
-    "custom-rm-path": "write a @reward: --reward file.py:function",
-    "group-rm": "mark the reward itself: @reward(group=True)",
-    "rm-type": "name a reward: --reward em",
-    "use-fault-tolerance": "failed episodes are always retried (--max-retries) and a run that died resumes (--resume)",
-    "streaming-data": "data files are read whole",
-    "num-data-workers": "data files are read whole",
-    "debug-rollout-only": "use `agentrl rollout`",
-    "debug-train-only": "use `agentrl train --train-only RUN`",
-    "save-debug-rollout-data": "every episode is recorded in the run folder",
-    "load-debug-rollout-data": "use `agentrl train --train-only RUN`",
-}
-"""slime's flags that are not taken, and what to use"""
+BASIC = frozenset(
+    "hf_checkpoint env env_args reward prompt_data num_rollout rollout_batch_size n_samples_per_prompt max_turns "
+    "rollout_max_response_len rollout_max_context_len concurrency engine rollout_num_gpus advantage_estimator lr "
+    "actor_num_gpus_per_node eval_interval run seed".split()
+)
+"""The twenty settings that `--help` shows; `--help-all` shows all."""
+
+_BOOLEAN_WORDS = frozenset("true false yes no on off t f y n 1 0".split())
 
 
-_hints = functools.cache(typing.get_type_hints)
-"""of a section, once: every command has all sections"""
-_TRUTH = frozenset("true false yes no on off t f y n 1 0".split())
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field, its docstring as help."""
+def add_flags(parser: argparse.ArgumentParser, names: Container[str] = FIELDS) -> None:
+    """Add a flag for each of these settings, grouped by section."""
     parser.set_defaults(takes_settings=True)
     for section, cls in SECTIONS.items():
-        group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
-        hints = _hints(cls)
-        docs = field_docs(cls)
-        for f in fields(cls):
-            kind = hints[f.name]
+        infos = {name: info for name, info in field_infos(cls).items() if name in names}
+        if not infos:
+            continue
+        group = parser.add_argument_group(f"[{section}] {(cls.__doc__ or '').rstrip('.')}")
+        for name, info in infos.items():
             options: dict[str, Any] = {
-                "dest": f.name,
+                "dest": name,
                 "default": argparse.SUPPRESS,
-                "help": _help(docs.get(f.name, ""), f),
+                "metavar": metavar(info),
+                "help": summary(info).replace("%", "%%"),
             }
+            kind = plain_type(info.annotation)
             if kind is bool:
-                options |= {"nargs": "?", "const": True, "metavar": "true|false"}
-            elif typing.get_origin(kind) is tuple:
-                options |= {"nargs": "+", "metavar": "X"}
-            elif typing.get_origin(kind) is dict:
-                options |= {"action": "append", "metavar": "NAME=VALUE"}
-            else:
-                options |= {"metavar": "X"}
-            name = f.name.removesuffix("s") if typing.get_origin(kind) is dict else f.name
-            names = [_flag(name), *(_flag(a) for a, target in ALIASES.items() if target == f.name)]
-            group.add_argument(*names, **options)
+                options |= {"nargs": "?", "const": True}
+            elif kind is tuple:
+                options |= {"nargs": "+"}
+            elif kind is dict:
+                options |= {"action": "append"}
+            group.add_argument(*flag_names(name), **options)
 
 
-def with_truth(words: Sequence[str]) -> list[str]:
-    """The words, each flag that is true or false with its value: argparse would take any word after it for that."""
-    out = list(words)
-    for i, word in enumerate(out):
-        if word in _yes_or_no() and not (i + 1 < len(out) and out[i + 1].lower() in _TRUTH):
-            out[i] = f"{word}=true"
-    return out
+def flag_names(name: str) -> list[str]:
+    """The flags of a setting. The flag of a table takes one entry of it, so it is named in the singular."""
+    is_table = plain_type(setting(name).annotation) is dict
+    names = [
+        name.removesuffix("s") if is_table else name,
+        *(alias for alias, target in ALIASES.items() if target == name),
+    ]
+    return ["--" + n.replace("_", "-") for n in names]
+
+
+def setting(name: str) -> FieldInfo:
+    """Type, bounds, default and help text of a setting."""
+    return field_infos(SECTIONS[FIELDS[name]])[name]
+
+
+def metavar(info: FieldInfo) -> str | tuple[str, ...]:
+    """What stands for the value in the help: N, F, PATH, {k1,k2,k3}."""
+    if allowed := choices(info.annotation):
+        return f"{{{','.join(allowed)}}}"
+    named = next((m for m in info.metadata if isinstance(m, str)), "")
+    words = named or {int: "N", float: "F", bool: "true|false"}[plain_type(info.annotation)]
+    return tuple(words.split()) if " " in words else words
+
+
+def summary(info: FieldInfo) -> str:
+    """The first paragraph of the help text, with the default."""
+    text = (info.description or "").split("\n\n")[0]
+    return text if "(default: " in text else f"{text} (default: {default_text(info)})"
+
+
+def default_text(info: FieldInfo) -> str:
+    """The default as one would write it; in words where the help text explains it."""
+    explained = re.search(r"\(default: (.*)\)", (info.description or "").split("\n\n")[0])
+    if explained:
+        return explained[1]
+    return str(info.default).lower() if isinstance(info.default, bool) else str(info.default)
+
+
+def complete_switches(words: Sequence[str]) -> list[str]:
+    """Give each bare true-or-false flag its value: `--colocate RUN` becomes `--colocate=true RUN`.
+
+    Without this, argparse would take any word after such a flag as its value.
+    """
+    completed = list(words)
+    for i, word in enumerate(completed):
+        if word in _switches() and not (i + 1 < len(completed) and completed[i + 1].lower() in _BOOLEAN_WORDS):
+            completed[i] = f"{word}=true"
+    return completed
 
 
 @functools.cache
-def _yes_or_no() -> frozenset[str]:
-    return frozenset(_flag(name) for cls in SECTIONS.values() for name, kind in _hints(cls).items() if kind is bool)
+def _switches() -> frozenset[str]:
+    return frozenset(flag for n in FIELDS if plain_type(setting(n).annotation) is bool for flag in flag_names(n))
 
 
 def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
-    """The layer of what was given: own flags from the namespace, Megatron's from the rest.
+    """The settings given on the command line: ours from the namespace, SGLang's and Megatron's from the rest.
 
     Raises:
-        ConfigError: an unknown or refused flag, a flag without its value.
+        ConfigError: An unknown or refused flag, or a flag without its value.
     """
-    layer: Layer = {k: v for k, v in vars(namespace).items() if k in FIELDS}
-    for name in ("env_args", "template_args"):
-        if name in layer:
+    layer: Layer = {name: value for name, value in vars(namespace).items() if name in FIELDS}
+    for name in layer:
+        if plain_type(setting(name).annotation) is dict:
             layer[name] = dict(_pair(name, item) for item in layer[name])
-    theirs, rest = split_sglang(rest)
-    if theirs:
-        layer["sglang"] = theirs
+    sglang, rest = split_sglang(rest)
+    if sglang:
+        layer["sglang"] = sglang
     if rest:
-        layer["megatron"] = read_megatron(rest)
+        layer["megatron"] = read_megatron(rest, [flag[2:] for name in FIELDS for flag in flag_names(name)])
     return layer
 
 
-def split_sglang(rest: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """SGLang's flags by name, and the words that are left. Names are checked against the SGLang that will run (engine/sglang/server_flags.py)."""
-    out: dict[str, Any] = {}
-    left: list[str] = []
-    words = list(rest)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--sglang-"):
-            left.append(word)
-            continue
-        name, eq, attached = word.removeprefix("--sglang-").partition("=")
-        values = [attached] if eq else _take_values(words)
-        parsed = [parse_value(v) for v in values]
-        out[name.replace("-", "_")] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-    return out, left
-
-
-def read_megatron(rest: Sequence[str]) -> dict[str, Any]:
-    """Megatron's flags among words that no own flag took.
-
-    Raises:
-        ConfigError: unknown, refused, or without its value.
-    """
-    out: dict[str, Any] = {}
-    words = list(rest)
-    specs: Mapping[str, Any] | None = None
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(f"unexpected word {word!r}; flags begin with --")
-        name, _, attached = word[2:].partition("=")
-        if name in REFUSED:
-            raise ConfigError(f"--{name} is not taken: {REFUSED[name]}")
-        if specs is None:
-            from agentrl.train.megatron.megatron_flags import megatron_flags
-
-            specs = megatron_flags()
-        if name not in specs:
-            known = [*specs, *(_flag(f)[2:] for f in FIELDS), *REFUSED]
-            raise ConfigError(f"unknown flag --{name}{suggest(name, known)}")
-        values = [attached] if attached else _take_values(words)
-        field, value = specs[name].parse(values)
-        out[field] = value
-    return out
-
-
-def split_unknown(words: Sequence[str], unknown: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line without its `unknown` flags and the values that Megatron's take, and these: argparse would take such values for other words."""
-    from agentrl.train.megatron.megatron_flags import megatron_flags
-
-    left: list[str] = []
-    theirs: list[str] = []
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or word not in unknown:
-            left.append(word)
-            continue
-        theirs.append(word)
-        spec = megatron_flags().get(word[2:])
-        if spec is not None and spec.fixed is None:
-            theirs += _take_values(words, None if spec.many else 1)
-    return left, theirs
-
-
-def _take_values(words: list[str], most: int | None = None) -> list[str]:
-    taken: list[str] = []
-    while words and not words[0].startswith("--") and len(taken) != most:
-        taken.append(words.pop(0))
-    return taken
-
-
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, from its source."""
-    import ast
-    import inspect
-    import textwrap
-
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for item, after in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            docs[item.target.id] = str(after.value.value)
-    return docs
-
-
-def _help(doc: str, f: Any) -> str:
-    default = (
-        ""
-        if f.default in (None, ()) or not isinstance(f.default, (str, int, float, bool))
-        else f" (default {f.default})"
-    )
-    return (doc + default).replace("%", "%%") or "see the documentation"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _pair(name: str, item: str) -> tuple[str, Any]:
-    key, eq, raw = item.partition("=")
-    if not eq:
-        raise ConfigError(f"{_flag(name.removesuffix('s'))} takes NAME=VALUE, found {item!r}")
-    return key, parse_value(raw)
-
-
-def parse_value(raw: str) -> Any:
-    """A word of the command line as TOML would read it, True and False too; what is no TOML value is a string."""
-    import tomllib
-
-    try:
-        return tomllib.loads(f"v = {raw}")["v"]
-    except tomllib.TOMLDecodeError:
-        return {"True": True, "False": False}.get(raw, raw)
+    key, equals, value = item.partition("=")
+    if not equals:
+        raise ConfigError(f"{flag_names(name)[0]} takes NAME=VALUE, found {item!r}")
+    return key, parse_value(value)

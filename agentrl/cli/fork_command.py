@@ -1,4 +1,4 @@
-"""`agentrl fork RUN EPISODE --turn K`: what else could have happened."""
+"""`agentrl fork`: continue a recorded episode from one of its turns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
 
-from agentrl.cli.common import add_command, runner_of, say_note, settings_of
+from agentrl.cli.common import Commands, add_recorded, print_note, runner_of
+from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
 from agentrl.replay.fork import Branch, fork, table
 from agentrl.run.components import Components
@@ -16,44 +16,38 @@ from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.types import Trajectory
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    about = "go on from a turn of a recorded episode with a live engine: another observation, other seeds, other weights (--hf-checkpoint)"
-    sub = add_command(commands, "fork", run_fork, about)
-    sub.add_argument("episode", metavar="EPISODE", help="its id")
-    sub.add_argument(
-        "--turn", type=int, required=True, metavar="K", help="the first turn (from 0) that is sampled anew"
+def add_parser(commands: Commands) -> None:
+    about = (
+        "continue a recorded episode from one of its turns with a live engine: with another observation, other seeds, "
+        "or other weights (--hf-checkpoint)"
     )
-    sub.add_argument(
-        "--observation",
-        metavar="TEXT",
-        help="what the policy reads before turn K, in place of what it read (@FILE: from a file)",
+    parser = commands.add("fork", run_fork, about, words="RUN EPISODE --turn K")
+    add_recorded(parser)
+    parser.add_argument("episode", metavar="EPISODE", help="id of the episode")
+    parser.add_argument("--turn", type=int, required=True, metavar="K", help="first turn to sample again, from 0")
+    text = "what the policy reads before turn K, instead of what it read; @FILE reads it from a file"
+    parser.add_argument("--observation", metavar="TEXT", help=text)
+    parser.add_argument(
+        "--branches", type=int, default=4, metavar="N", help="branches to sample (default: %(default)s)"
     )
-    sub.add_argument("--branches", type=int, default=4, metavar="N")
-    sub.add_argument(
-        "--branch-seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="branches draw by seeds S, S+1, …; 0 is the original's own (default 0)",
-    )
-    sub.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where the branches are recorded (default: forks/ in the run folder)"
-    )
+    seeds = "branches are seeded S, S+1, …; 0 is the seed of the original (default: %(default)s)"
+    parser.add_argument("--branch-seed", type=int, default=0, metavar="S", help=seeds)
+    out = "where to record the branches (default: forks/ in the run folder)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
 
 
 def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
-    """`agentrl fork`."""
     if args.branches < 1:
-        raise ConfigError(f"fork: --branches must be at least 1, found {args.branches}")
+        raise ConfigError(f"--branches must be at least 1, found {args.branches}")
     recording = Recording(args.recorded)
     entry = recording.entry(args.episode)
     original = from_record(recording.record(entry), recording.images)
-    components = Components(settings_of(args, rest), trains=False)
+    components = Components(resolve_recorded(args, rest), trains=False)
     seeds = range(args.branch_seed, args.branch_seed + args.branches)
     if entry.version:
         print(
-            f"note: weights of version {entry.version} sampled it; the branches use {components.folder} (--hf-checkpoint says otherwise)"
+            f"note: the episode was sampled with weights of version {entry.version}; "
+            f"the branches use {components.folder} (give --hf-checkpoint for others)"
         )
     branches = asyncio.run(_fork(components, original, entry.split, args.turn, observation_of(args.observation), seeds))
     out = args.out or next_folder(
@@ -61,7 +55,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     )
     write(out, branches, original, args)
     print(f"{table(original, branches)}\n\nrecorded in {out}")
-    say_note(recording)
+    print_note(recording)
     return 0
 
 
@@ -80,10 +74,10 @@ async def _fork(
 
 
 def observation_of(given: str | None) -> str | None:
-    """The text of `--observation`.
+    """The text of `--observation`, from its file if it begins with @.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: The file cannot be read.
     """
     if given is None or not given.startswith("@"):
         return given
@@ -94,7 +88,7 @@ def observation_of(given: str | None) -> str | None:
 
 
 def next_folder(run: Path, episode_id: str, turn: int) -> Path:
-    """`forks/EPISODE-tK-N`, the first N not taken."""
+    """The first free `forks/EPISODE-tK-N` in the run folder."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", episode_id)
     number = 1
     while (run / "forks" / f"{stem}-t{turn}-{number}").exists():
@@ -103,7 +97,7 @@ def next_folder(run: Path, episode_id: str, turn: int) -> Path:
 
 
 def write(out: Path, branches: list[Branch], original: Trajectory, args: argparse.Namespace) -> None:
-    """Record the branches, each with where it comes from."""
+    """Record the branches, each with its origin."""
     writer = EpisodeWriter(out)
     for b in branches:
         origin = {"episode_id": original.episode_id, "turn": args.turn, "seed": b.seed, "observation": args.observation}

@@ -1,4 +1,4 @@
-"""`agentrl rescore RUN --reward …`: what other rewards would have said of the same episodes."""
+"""`agentrl rescore`: score recorded episodes with other rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from agentrl.cli.common import add_command, say_note, settings_of
+from agentrl.cli.common import Commands, add_recorded, print_note
+from agentrl.cli.resolve import resolve_recorded
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import groups_of
@@ -18,30 +19,28 @@ from agentrl.reward import Scorer, resolve_rewards
 from agentrl.store import EpisodeWriter, Recording, extra_fields, from_record
 
 RESULT = "rescore.json"
-"""in the run folder: what the last rescoring of it showed, for `agentrl view`"""
+"""Result of the last rescoring of a run, in its folder; `agentrl view` shows it."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    about = "score recorded episodes with other rewards (--reward, else the environment's of today) and compare"
-    sub = add_command(commands, "rescore", run_rescore, about)
-    sub.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write the episodes with their new rewards into a new folder"
-    )
-    sub.add_argument("--split", default="train", help="which episodes: train, eval/NAME, or all (default train)")
+def add_parser(commands: Commands) -> None:
+    about = "score recorded episodes with other rewards (--reward, or the environment's of today) and compare"
+    parser = commands.add("rescore", run_rescore, about, words="RUN")
+    add_recorded(parser)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder for the episodes with their new rewards")
+    split = "episodes to score: train, eval/NAME, or all (default: %(default)s)"
+    parser.add_argument("--split", default="train", metavar="NAME", help=split)
 
 
 def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
-    """`agentrl rescore`."""
     recording = Recording(args.recorded)
-    config = settings_of(args, rest)
+    config = resolve_recorded(args, rest)
     rewards = resolve_rewards(config.env.reward or make_env_class(config.env.env).rewards)
     if not rewards:
-        raise ConfigError("rescore: the environment has no rewards of its own; name some with --reward")
+        raise ConfigError("the environment has no rewards; give some with --reward")
     entries = [e for e in recording.episodes if args.split in ("all", e.split) or not e.split]
     if recording.episodes and not entries:
         splits = ", ".join(sorted({e.split for e in recording.episodes}))
-        raise ConfigError(f"rescore: no episodes of --split {args.split}; there are: {splits} (or all)")
+        raise ConfigError(f"no episodes of --split {args.split}; the run has {splits} (or give all)")
     if args.out is not None:
         _make_folder(args.out)
     change = Change(config.train.advantage_estimator, config.env.truncated_episodes)
@@ -51,10 +50,10 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     async def score_all() -> None:
         for group in groups_of(entries):
             records = list(recording.records(group))
-            done = await rescore_group(scorer, [from_record(r, recording.images) for r in records])
-            change.add([done])
+            rescored = await rescore_group(scorer, [from_record(r, recording.images) for r in records])
+            change.add([rescored])
             if writer is not None:
-                _write(writer, records, done)
+                _write(writer, records, rescored)
 
     try:
         asyncio.run(score_all())
@@ -63,8 +62,8 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
         if writer is not None:
             writer.close()
     print(change)
-    own = (args.recorded / "config.toml").exists()
-    if not say_note(recording, RESULT if own else "") and own:
+    is_run = (args.recorded / "config.toml").exists()
+    if not print_note(recording, RESULT if is_run else "") and is_run:
         (args.recorded / RESULT).write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))
     return 0
 
@@ -73,12 +72,12 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True)
     except FileExistsError:
-        raise ConfigError(f"rescore: {path} exists already; --out takes a new folder") from None
+        raise ConfigError(f"{path} already exists; --out takes a new folder") from None
     except OSError as e:
-        raise ConfigError(f"rescore: --out {path} cannot be made: {e.strerror}") from e
+        raise ConfigError(f"--out {path} cannot be created: {e.strerror}") from e
 
 
-def _write(writer: EpisodeWriter, records: list[dict[str, Any]], done: Rescored) -> None:
-    beside = {r["episode_id"]: extra_fields(r) for r in records}
-    for t in done.today:
-        writer.write(t, **beside[t.episode_id])
+def _write(writer: EpisodeWriter, records: list[dict[str, Any]], rescored: Rescored) -> None:
+    extra = {r["episode_id"]: extra_fields(r) for r in records}
+    for trajectory in rescored.today:
+        writer.write(trajectory, **extra[trajectory.episode_id])

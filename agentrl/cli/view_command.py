@@ -1,4 +1,4 @@
-"""`agentrl view RUN`: the run as a page, on loopback."""
+"""`agentrl view`: show a run as a page in the browser."""
 
 from __future__ import annotations
 
@@ -8,36 +8,32 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from agentrl.cli.common import add_command, no_more
+from agentrl.cli.common import Commands, add_recorded, require_no_more
+from agentrl.cli.resolve import recorded_config
 from agentrl.config import build_config, read_toml
 from agentrl.errors import ConfigError, UsageError
 from agentrl.render import Tokenizer
 from agentrl.run.model_folder import model_folder
 from agentrl.view.episode_detail import Decode
 
+TOKENIZER_HELP = "model folder to decode tokens with (default: the run's model)"
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    sub = add_command(
-        commands,
-        "view",
-        run_view,
-        "show a run as a page in the browser, also while it is being written",
-        settings=False,
-    )
-    sub.add_argument("--port", type=int, default=8400, help="on 127.0.0.1 (default 8400; 0: any free one)")
-    sub.add_argument(
-        "--tokenizer", metavar="DIR", help="a model folder to decode tokens with (default: the run's own model)"
-    )
+
+def add_parser(commands: Commands) -> None:
+    about = "show a run as a page in the browser, also while it is being written"
+    parser = commands.add("view", run_view, about, settings=False)
+    add_recorded(parser)
+    port = "port on 127.0.0.1; 0: any free one (default: %(default)s)"
+    parser.add_argument("--port", type=int, default=8400, metavar="N", help=port)
+    parser.add_argument("--tokenizer", metavar="DIR", help=TOKENIZER_HELP)
 
 
 def run_view(args: argparse.Namespace, rest: list[str]) -> int:
-    """`agentrl view`."""
     from agentrl.view.run_source import RunSource
 
-    no_more("view", rest)
+    require_no_more(rest)
     if not 0 <= args.port <= 65535:
-        raise ConfigError(f"view: --port must be from 0 to 65535, found {args.port}")
+        raise ConfigError(f"--port must be from 0 to 65535, found {args.port}")
     decode, note = decoder(args.recorded, args.tokenizer)
     asyncio.run(_serve(RunSource(args.recorded, decode, note), args.port))
     return 0
@@ -49,20 +45,19 @@ async def _serve(source: Any, port: int) -> None:
     runner, port = await start(source, port)
     print(f"{source.path}: http://127.0.0.1:{port}/  (stop with Ctrl-C)", flush=True)
     stop = asyncio.Event()
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(sign, stop.set)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     await stop.wait()
     await runner.cleanup()
 
 
 def decoder(recorded: Path, given: str | None) -> tuple[Decode | None, str]:
-    """How to decode tokens, or None and why not: a run can be looked at without its model."""
-    near = [recorded / "config.toml", recorded.parent / "config.toml", recorded.parent.parent / "config.toml"]
-    found = next((p for p in near if p.exists()), None)
-    if given is None and found is None:
-        return None, "tokens are shown as ids: no config.toml says which model they are of (give --tokenizer DIR)"
+    """The function that decodes tokens; or None and the reason, because a run can be shown without its model."""
+    config = recorded_config(recorded)
+    if given is None and config is None:
+        return None, "tokens are shown as ids: no config.toml names the model (give --tokenizer DIR)"
     try:
-        name = given or build_config(read_toml(found or recorded)).model.hf_checkpoint
+        name = given or build_config(read_toml(config or recorded)).model.hf_checkpoint
         return Tokenizer.load(model_folder(name)).decode, ""
     except UsageError as e:
         if given is not None:

@@ -41,7 +41,7 @@ def _chat_template(value: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunSettings:
-    """The run: its folder, seed, checkpoints and logs."""
+    """Run folder, seed, checkpoints and logs."""
 
     run: Annotated[str | None, "PATH"] = None
     """run folder to create (default: the next free runs/NAME-NNN)"""
@@ -65,10 +65,12 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelSettings:
-    """The policy model."""
+    """The policy."""
 
     hf_checkpoint: Annotated[str, "PATH|NAME"] = "search_r1_3m"
-    """model folder in Hugging Face layout, hub id, or embedded model"""
+    """model folder, hub id or embedded model
+
+    The folder is in Hugging Face layout, with safetensors files and tokenizer.json. `search_r1_3m` is an embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """type of the weights in the trainer and in SGLang
 
@@ -79,18 +81,24 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EnvSettings:
-    """The environment and its rewards."""
+    """Environment, rewards and the form of episodes."""
 
     env: Annotated[str, "NAME|FILE.py"] = "search_r1"
-    """environment: a registered name, module:Class or file.py[:Class]"""
+    """environment: a name, module:Class or file.py
+
+    `file.py:Class` chooses between several environments of a file."""
     env_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
-    """constructor argument of the environment; repeatable (default: none)"""
-    reward: Annotated[tuple[str, ...], "NAME[=WEIGHT]"] = ()
-    """rewards: names, module:fn or file.py:fn (default: the environment's)"""
+    """constructor argument of --env; repeatable (default: none)"""
+    reward: Annotated[tuple[str, ...], "NAME"] = ()
+    """rewards, each NAME or NAME=WEIGHT (default: the environment's)
+
+    A name is registered, or `module:function`, or `file.py:function`."""
     action_format: Annotated[str | None, "NAME"] = None
     """syntax of tool calls and answers, such as hermes or search_r1 (default: the environment's choice, or the model family's)"""
     max_turns: Annotated[int, Field(ge=1)] = 8
-    """maximum turns of an episode; a turn is one generation"""
+    """maximum turns of an episode
+
+    A turn is one generation of the policy and the observation that follows."""
     max_invalid_actions: Annotated[int, Field(ge=1)] = 3
     """turns that cannot be parsed after which the episode ends"""
     max_calls_per_turn: Annotated[int, Field(ge=1)] = 8
@@ -113,10 +121,12 @@ class EnvSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataSettings:
-    """The tasks."""
+    """Tasks."""
 
     prompt_data: Annotated[str | None, "PATH"] = None
-    """tasks in JSONL or Parquet; PATH@[a:b] is a slice (default: the environment's tasks)"""
+    """JSONL or Parquet file of tasks (default: the environment's tasks)
+
+    `PATH@[a:b]` takes the rows from a to b, as a slice in Python."""
     input_key: Annotated[str | None, "NAME"] = None
     """column of the prompt, which is text or messages (default: the environment's, usually prompt)"""
     label_key: Annotated[str | None, "NAME"] = None
@@ -131,14 +141,18 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RolloutSettings:
-    """How episodes are generated."""
+    """Sampling of episodes."""
 
     num_rollout: Annotated[int, Field(ge=1)] = 100
-    """rollouts in the run; --num-steps-per-rollout optimizer steps follow each"""
+    """rollouts in the run
+
+    Each rollout is followed by --num-steps-per-rollout optimizer steps."""
     rollout_batch_size: Annotated[int, Field(ge=1)] = 16
     """tasks per rollout"""
     n_samples_per_prompt: Annotated[int, Field(ge=1)] = 8
-    """episodes per task (the group); training needs at least 2"""
+    """episodes per task, at least 2 to train
+
+    The episodes of a task are a group; training learns from the differences between their rewards."""
     global_batch_size: Annotated[int | None, Field(ge=1)] = None
     """episodes per optimizer step (default: tasks × episodes per task / optimizer steps per rollout)"""
     num_steps_per_rollout: Annotated[int, Field(ge=1)] = 1
@@ -152,7 +166,9 @@ class RolloutSettings:
     allow_truncated_sampling: bool = False
     """allow top-p and top-k in training, although the trainer's distribution then differs from the engine's"""
     rollout_max_response_len: Annotated[int, Field(ge=1)] = 1024
-    """maximum tokens after the prompt in all turns, observations included"""
+    """maximum tokens after the prompt, over all turns
+
+    The tokens of observations count too."""
     rollout_max_context_len: Annotated[int | None, Field(ge=1)] = None
     """maximum tokens of prompt and response (default: the model's limit)"""
     max_tokens_per_turn: Annotated[int | None, Field(ge=1)] = None
@@ -179,7 +195,9 @@ class EngineSettings:
     """Inference."""
 
     engine: Literal["local", "sglang"] = "local"
-    """local: in this process; sglang: servers, started here or attached to"""
+    """local: in this process; sglang: servers
+
+    The servers are started here, or already run at --rollout-external-engine-addrs."""
     colocate: bool = False
     """SGLang and the trainer share the same GPUs and take turns"""
     weight_sync: Literal["colocated", "split", "disk"] | None = None
@@ -191,7 +209,9 @@ class EngineSettings:
 
     Trainer and servers must see the folder under the same path, as the same user. Restarted servers load their weights from it too."""
     rollout_num_gpus: Annotated[int | None, Field(ge=1)] = None
-    """GPUs of all SGLang engines together; on a CPU, processes (default: one engine)"""
+    """GPUs of all SGLang engines together (default: one engine)
+
+    Without GPUs, the number of server processes."""
     rollout_num_gpus_per_engine: Annotated[int, Field(ge=1)] = 1
     """GPUs of one SGLang engine (tensor parallel size)"""
     rollout_external_engine_addrs: Annotated[tuple[str, ...], "HOST:PORT"] = ()
@@ -208,7 +228,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainSettings:
-    """Loss and optimizer. Megatron's own settings are in [megatron]."""
+    """Loss and optimizer (Megatron's own settings are in [megatron])."""
 
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """how advantages follow from the rewards of a group
@@ -245,9 +265,9 @@ class TrainSettings:
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
     """maximum tokens of a micro-batch, padding included"""
     actor_num_gpus_per_node: Annotated[int | None, Field(ge=1)] = None
-    """trainer ranks: GPUs, or processes on a CPU (default: one data-parallel copy)
+    """trainer ranks, one per GPU (default: one data-parallel copy)
 
-    One data-parallel copy has tensor parallel size × pipeline parallel size ranks."""
+    Without GPUs, the number of processes. One data-parallel copy is tensor parallel size × pipeline parallel size ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -255,7 +275,9 @@ class EvalSettings:
     """Held-out evaluation."""
 
     eval_interval: Annotated[int, Field(ge=0)] = 20
-    """rollouts between evaluations, also before the first and after the last; 0: never"""
+    """rollouts between evaluations; 0: never
+
+    The policy is also evaluated before the first rollout and after the last."""
     eval_prompt_data: Annotated[tuple[str, ...], "NAME PATH"] = ()
     """evaluation sets, as pairs of name and data file (default: the environment's split 'test')
 
@@ -270,7 +292,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class SftSettings:
-    """Supervised training, `agentrl sft` only."""
+    """Supervised training (`agentrl sft`)."""
 
     sft_epochs: Annotated[int, Field(ge=1)] = 1
     """passes over the episodes"""

@@ -7,8 +7,9 @@ import pytest
 from doubles import FakeEngine
 from safetensors.numpy import save_file
 
-from agentrl.cli.flags import REFUSED
-from agentrl.cli.main import main, make_parser, resolve
+from agentrl.cli.foreign_flags import REFUSED
+from agentrl.cli.main import main, make_parser
+from agentrl.cli.resolve import resolve
 from agentrl.config import FIELDS
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
@@ -130,7 +131,7 @@ def test_check_says_what_to_do_about_two_tools_of_one_name(here, capsys):
     assert main(["check", "--env", "twice.py"]) == 1
     out = capsys.readouterr().out
     assert "has two tools of the same name: ['look']" in out
-    assert "give each tool a name of its own" in out
+    assert "give each tool a unique name" in out
 
 
 def test_a_yes_or_no_flag_before_other_words(here, capsys):
@@ -318,7 +319,7 @@ def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, caps
     for flag in ("--sequence-parallel", "--weight-decay=0.1"):
         err = refused(capsys, *words, "--actor-num-gpus-per-node", "none", flag, "talk.jsonl")
         assert "3 does not divide the model's 2 key-value heads" in err
-    assert "the following arguments are required: episodes" in refused(capsys, *words)
+    assert "the following arguments are required: EPISODES" in refused(capsys, *words)
     assert "unknown flag --tensor-model; did you mean" in refused(capsys, "sft", "--tensor-model", "3", "talk.jsonl")
 
 
@@ -395,7 +396,7 @@ def test_what_is_interrupted_before_it_has_a_folder_is_not_said_to_go_on(here, c
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("agentrl.cli.main.resolve", interrupt)
+    monkeypatch.setattr(f"agentrl.cli.{command.split()[0]}_command.resolve", interrupt)
     assert main(command.split()) == 130
     said = capsys.readouterr()
     assert said.err.endswith(": interrupted\n")

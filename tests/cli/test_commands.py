@@ -148,8 +148,8 @@ async def test_an_episode_that_does_not_exist(ready, tmp_path, capsys, name):
         (["view", "RUN", "--port", 99999], "--port must be from 0 to 65535, found 99999"),
         (["view", "RUN", "--port", -1], "--port must be from 0 to 65535, found -1"),
         (["replay", "RUN", "--out", "no/such/file"], "--out no/such/file cannot be written: No such file or directory"),
-        (["rescore", "RUN", *SHORT, "--out", "RUN/config.toml/x"], "config.toml/x cannot be made: Not a directory"),
-        (["rescore", "RUN", *SHORT, "--split", "nosuch"], "no episodes of --split nosuch; there are: "),
+        (["rescore", "RUN", *SHORT, "--out", "RUN/config.toml/x"], "config.toml/x cannot be created: Not a directory"),
+        (["rescore", "RUN", *SHORT, "--split", "nosuch"], "no episodes of --split nosuch; the run has train"),
         (["view", "RUN", "--tokenizer", "nowhere"], "no such folder"),
         (["replay", "RUN/config.toml"], "damaged in the record at byte 0"),
     ],
@@ -167,7 +167,7 @@ async def test_without_settings_a_replay_cannot_know_how_episodes_were_made(read
     path, _, words = ready
     (path / "config.toml").unlink()
     assert await command(*words["replay"]) == 2
-    assert "no config.toml of a run in or above it" in capsys.readouterr().err
+    assert "no config.toml of a run in this folder or above it" in capsys.readouterr().err
 
 
 # -- cut short, being written ------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ async def test_a_run_that_is_being_written_is_read_so_far_and_left_alone(ready, 
     out = capsys.readouterr().out
     assert f"{path} is being written: 6 episodes so far" in out
     if name in ("replay", "rescore"):
-        assert f"; {'replay.jsonl' if name == 'replay' else 'rescore.json'} is left as it was" in out
+        assert f"; {'replay.jsonl' if name == 'replay' else 'rescore.json'} is not changed" in out
     assert contents(path) == before
     if name == "replay --out":
         assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 6

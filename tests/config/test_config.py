@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.cli.flags import with_truth
+from agentrl.cli.flags import complete_switches
 from agentrl.config import FIELDS, SECTIONS, Config, EnvSettings, RunSettings, TrainSettings, build_config, read_toml
 from agentrl.config.describe import describe_bounds, plain_type
 from agentrl.config.paths import anchor
@@ -364,8 +364,9 @@ def test_the_name_of_a_run_folder(tmp_path, name, folder):
 def test_a_yes_or_no_flag_takes_no_other_word():
     words = "replay --keep-whole-outputs RUN --tensorboard false --colocate --lr 1".split()
     assert (
-        with_truth(words) == "replay --keep-whole-outputs=true RUN --tensorboard false --colocate=true --lr 1".split()
+        complete_switches(words)
+        == "replay --keep-whole-outputs=true RUN --tensorboard false --colocate=true --lr 1".split()
     )
-    assert with_truth(["--colocate"]) == ["--colocate=true"]
-    assert with_truth(["--colocate", "t"]) == ["--colocate", "t"]
-    assert with_truth(["--colocate", "Yes"]) == ["--colocate", "Yes"]
+    assert complete_switches(["--colocate"]) == ["--colocate=true"]
+    assert complete_switches(["--colocate", "t"]) == ["--colocate", "t"]
+    assert complete_switches(["--colocate", "Yes"]) == ["--colocate", "Yes"]

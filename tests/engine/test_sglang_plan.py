@@ -22,26 +22,25 @@ from agentrl.engine.sglang.installation import Installation, find_installation, 
 from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang.plan import make_fleet, of_this_machine, plan_servers
 from agentrl.engine.sglang.protocol import LEAST, warn_if_untested
-from agentrl.engine.sglang.server_flags import check_flags, known_flags
+from agentrl.engine.sglang.server_flags import check_flags, server_flags
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
 from agentrl.weight_sync.gpu_sharing import GpuSharing
 
 MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
 SERVER_ARGS = """
+import argparse
 class ServerArgs:
-    mem_fraction_static: A[float, "its share"] = 0.9
-    port: A[int, Arg(help="where")] = 1
-    dtype: A[str, Arg(aliases=["--data-type"])] = "auto"
-    gemm_runner: A[str, Arg(cli_name="--gemm")] = "auto"
-    offload: A[bool, Arg(action=argparse.BooleanOptionalAction)] = False
-    hidden: A[int, Arg(no_cli=True)] = 1
-    name: str = ""
-
+    @staticmethod
     def add_cli_args(parser):
-        parser.add_argument("--log-level", "--level", help="Use --other instead.", new_flag="--another")
+        print("a message of the package")
+        parser.add_argument("--mem-fraction-static", type=float, default=0.9, help="its share")
+        parser.add_argument("--port", type=int, default=1)
+        parser.add_argument("--dtype", "--data-type", choices=["auto", "half"], default="auto")
+        parser.add_argument("--offload", action=argparse.BooleanOptionalAction)
+        parser.add_argument("--log-level", "--level")
+        parser.add_argument("--quiet", action="store_true")
 """
-PARSER = "import argparse as a; from sglang.srt.server_args import ServerArgs as S; p = a.ArgumentParser(add_help=False); S.add_cli_args(p)"
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def installation(tmp_path):
     package = tmp_path / "sglang"
     (package / "srt").mkdir(parents=True)
     (package / "srt/server_args.py").write_text(SERVER_ARGS)
-    return Installation(Path(sys.executable), package, "0.5.23")
+    return Installation(Path(sys.executable), package, "0.5.23", (str(tmp_path),))
 
 
 def test_flags_are_checked_by_name(installation):
@@ -72,26 +71,37 @@ def test_flags_are_checked_by_name(installation):
     }.items(),
 )
 def test_flags_that_contradict_what_agentrl_does(installation, flag, why):
-    with pytest.raises(ConfigError, match=f"--sglang-{flag.replace('_', '-')} is not taken: .*{why}"):
+    with pytest.raises(ConfigError, match=f"--sglang-{flag.replace('_', '-')} is not accepted: .*{why}"):
         check_flags({flag: "x"}, installation)
 
 
-def test_flags_are_those_of_the_source(installation):
-    assert known_flags(installation) == {
-        *("mem-fraction-static", "port", "dtype", "data-type", "gemm", "offload", "no-offload", "log-level", "level")
+def test_flags_are_listed_by_the_interpreter_that_has_sglang(installation):
+    flags = server_flags(installation)
+    assert flags.keys() == {
+        *("mem-fraction-static", "port", "dtype", "data-type", "offload", "no-offload", "log-level", "level", "quiet")
     }
+    assert flags["mem-fraction-static"] == {"type": "float", "choices": None, "default": 0.9, "help": "its share"}
+    assert flags["dtype"]["choices"] == ["auto", "half"]
+    assert flags["quiet"]["type"] == "switch"
+
+
+def test_flags_are_left_to_the_server_if_sglang_cannot_be_imported(installation):
+    (installation.package / "srt/server_args.py").write_text("import no_such_package")
+    check_flags({"mem_fraction_statik": 0.5}, installation)
+    with pytest.raises(ConfigError, match="--sglang-dtype is not accepted"):
+        check_flags({"dtype": "x"}, installation)
 
 
 @pytest.mark.sglang
-def test_flags_are_those_of_the_parser():
+def test_flags_of_the_installed_sglang():
     try:
         installation = find_installation(os.environ.get("AGENTRL_SGLANG_PYTHON"))
     except ConfigError as e:  # tests may have a server, but no SGLang of their own
         pytest.skip(str(e))
-    code = f"{PARSER}; print(*(name for action in p._actions for name in action.option_strings))"
-    command = [installation.python, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=installation.environment, check=True)
-    assert known_flags(installation) == {name.removeprefix("--") for name in done.stdout.splitlines()[-1].split()}
+    flags = server_flags(installation)
+    assert {"mem-fraction-static", "port", "log-level"} <= flags.keys()
+    with pytest.raises(ConfigError, match="did you mean 'mem-fraction-static'"):
+        check_flags({"mem_fraction_statik": 0.5}, installation)
 
 
 async def test_a_router_stands_for_its_servers(double, plan):

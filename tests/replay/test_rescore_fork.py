@@ -253,7 +253,7 @@ def log_probs(t):
 async def test_on_the_local_engine_every_fork_with_the_same_seed_is_the_original_again():
     """A live engine, real weights: the seed law makes a recorded episode reproducible from any of its turns."""
     from agentrl.cli.common import runner_of
-    from agentrl.cli.main import env_defaults
+    from agentrl.cli.resolve import env_defaults
     from agentrl.run.components import Components
     from agentrl.types import EpisodeSpec
 

@@ -14,7 +14,8 @@ from aiohttp import web
 from doubles import OBSERVATION, FakeEngine, trajectory
 from retrieval_server import Server
 
-from agentrl.cli.main import main, make_parser, resolve
+from agentrl.cli.main import main, make_parser
+from agentrl.cli.resolve import resolve
 from agentrl.core.registry import load_file
 from agentrl.errors import WorkerError
 from agentrl.render import Tokenizer

@@ -1,0 +1,19 @@
+"""`agentrl eval`: evaluate a policy."""
+
+from __future__ import annotations
+
+import argparse
+
+from agentrl.cli.common import Commands, print_now, run_job
+from agentrl.cli.resolve import resolve
+
+
+def add_parser(commands: Commands) -> None:
+    commands.add("eval", run_eval, "evaluate a policy on the held-out tasks")
+
+
+def run_eval(args: argparse.Namespace, rest: list[str]) -> int:
+    from agentrl.run.jobs import evaluate_only
+
+    run_job(evaluate_only(resolve(args, rest), out=print_now))
+    return 0

@@ -1,0 +1,20 @@
+"""`agentrl rollout`: run and record episodes."""
+
+from __future__ import annotations
+
+import argparse
+
+from agentrl.cli.common import Commands, print_now, run_job
+from agentrl.cli.resolve import resolve
+
+
+def add_parser(commands: Commands) -> None:
+    about = "run and record episodes without training: --num-rollout times --rollout-batch-size tasks"
+    commands.add("rollout", run_rollout, about)
+
+
+def run_rollout(args: argparse.Namespace, rest: list[str]) -> int:
+    from agentrl.run.jobs import rollout_only
+
+    run_job(rollout_only(resolve(args, rest), out=print_now))
+    return 0

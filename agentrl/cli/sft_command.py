@@ -1,0 +1,23 @@
+"""`agentrl sft`: supervised training."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from agentrl.cli.common import Commands, print_now, run_job
+from agentrl.cli.resolve import resolve
+
+
+def add_parser(commands: Commands) -> None:
+    about = "train on recorded episodes or on conversations, with the loss masks of RL training"
+    parser = commands.add("sft", run_sft, about, words="EPISODES [EPISODES ...]")
+    kinds = "folders of recorded episodes, or JSONL files of conversations (key messages)"
+    parser.add_argument("episodes", type=Path, nargs="+", metavar="EPISODES", help=kinds)
+
+
+def run_sft(args: argparse.Namespace, rest: list[str]) -> int:
+    from agentrl.run.sft import sft
+
+    run_job(sft(resolve(args, rest), args.episodes, out=print_now))
+    return 0
