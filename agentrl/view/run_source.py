@@ -23,7 +23,7 @@ MAX_POINTS = 2000
 
 
 class RunSource:
-    """A run, which may still be being written."""
+    """A run that the page shows, complete or still being written."""
 
     def __init__(self, path: Path, decode: Decode | None = None, note: str = "") -> None:
         """Open a run. `note` is shown on the page; it says why tokens cannot be decoded."""
