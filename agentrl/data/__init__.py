@@ -1,1 +1,1 @@
-"""Tasks: where they come from, and the order in which episodes are issued."""
+"""Tasks: reading them from files and environments, and the order in which their episodes are run."""

@@ -1,4 +1,4 @@
-"""Conversations of a data set as trajectories: the assistant's turns are DEMONSTRATION, the rest is prompt, scaffold and observation."""
+"""Conversations of a data set as trajectories: the assistant's turns are DEMONSTRATION tokens, the others PROMPT, TEMPLATE and OBSERVATION."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from agentrl.data.data_files import json_rows
 from agentrl.errors import DataError
 from agentrl.render import Renderer
 from agentrl.rollout.recorder import Recorder
@@ -15,37 +14,33 @@ from agentrl.types import Action, Message, Provenance, StopReason, Task, Traject
 
 
 def read_conversations(path: Path, renderer: Renderer, max_tokens: int) -> Iterator[Trajectory]:
-    """Rows {"messages": […], "tools": […]?} of a JSONL file. A conversation longer than `max_tokens` is cut after its last turn that fits.
+    """Yield the conversations of a JSONL file with rows {"messages": […], "tools": […]} (tools are optional).
+
+    A conversation longer than `max_tokens` is truncated after the last turn that fits.
 
     Raises:
-        DataError: no such file, or a malformed row, with its line number.
+        DataError: the file is missing, or a row is malformed.
     """
-    if not path.is_file():
-        raise DataError(f"no data file {path}")
-    with path.open("rb") as f:
-        for line, raw in enumerate(f, 1):
-            if not raw.strip():
-                continue
-            try:
-                row = orjson.loads(raw)
-                messages = row["messages"]
-                roles = [m["role"] for m in messages]
-                contents = [m["content"] for m in messages]
-            except (orjson.JSONDecodeError, KeyError, TypeError) as e:
-                raise DataError(
-                    f'{path}, line {line}: expected {{"messages": [{{"role", "content"}}, …]}}: {type(e).__name__}: {e}'
-                ) from e
-            if "assistant" not in roles or roles[0] == "assistant" or not all(isinstance(c, str) for c in contents):
-                raise DataError(
-                    f"{path}, line {line}: a conversation needs text, something before the assistant speaks, and an assistant turn"
-                )
-            yield to_trajectory(line - 1, messages, row.get("tools") or [], renderer, max_tokens)
+    for line, row in json_rows(path):
+        try:
+            messages = row["messages"]
+            roles = [m["role"] for m in messages]
+            contents = [m["content"] for m in messages]
+        except (KeyError, TypeError) as e:
+            raise DataError(
+                f'{path}, line {line}: expected {{"messages": [{{"role", "content"}}, …]}}: {type(e).__name__}: {e}'
+            ) from e
+        if "assistant" not in roles or roles[0] == "assistant" or not all(isinstance(c, str) for c in contents):
+            raise DataError(
+                f"{path}, line {line}: a conversation needs an assistant message, a message before it, and only text contents"
+            )
+        yield to_trajectory(line - 1, messages, row.get("tools") or [], renderer, max_tokens)
 
 
 def to_trajectory(
     index: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: Renderer, max_tokens: int
 ) -> Trajectory:
-    """One conversation. Turns are joined by the renderer's deltas, as in a rollout, so training sees what sampling would have seen."""
+    """Return a conversation as a trajectory. Turns are joined by the renderer's deltas, so its tokens are those of a rollout."""
     recorder = Recorder()
     turns: list[Turn] = []
     first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")

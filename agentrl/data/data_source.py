@@ -1,4 +1,4 @@
-"""DataSource: issues groups of episodes in an order that follows from the seed, and resumes exactly where it stood."""
+"""The order in which groups of episodes are run. It is derived from the seed, and a resumed run continues it exactly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from agentrl.types import EpisodeSpec, Task
 
 
 class DataSource:
-    """Epoch after epoch over the tasks, shuffled anew each time. Names follow slime's (`get_samples`)."""
+    """Iterates over the tasks, epoch after epoch, in a new random order each time. The method names are slime's."""
 
     def __init__(self, tasks: Sequence[Task], *, n_samples_per_prompt: int, seed: int, shuffle: bool = True) -> None:
-        """Begin at the first epoch.
+        """Start with the first epoch.
 
         Raises:
-            DataError: no tasks.
+            DataError: there are no tasks.
         """
         if not tasks:
             raise DataError("there are no tasks to train on")
@@ -31,20 +31,20 @@ class DataSource:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
-        """in the epoch's order"""
+        """index of the next task in the order of this epoch"""
         self.next_group = 0
         self.next_episode = 0
         self._order = self._shuffled()
 
     def get_samples(self, num_groups: int) -> list[list[EpisodeSpec]]:
-        """The next groups, each of `n_samples_per_prompt` episodes of one task, with ordinals never given before."""
+        """Return the next groups. A group has `n_samples_per_prompt` episodes of one task; every episode has a new index."""
         groups = []
         for _ in range(num_groups):
             task = self.tasks[self._order[self.position]]
-            n = self.n_samples_per_prompt
-            groups.append([EpisodeSpec(task, self.next_group, self.next_episode + i) for i in range(n)])
+            size = self.n_samples_per_prompt
+            groups.append([EpisodeSpec(task, self.next_group, self.next_episode + i) for i in range(size)])
             self.next_group += 1
-            self.next_episode += n
+            self.next_episode += size
             self.position += 1
             if self.position == len(self.tasks):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -52,7 +52,7 @@ class DataSource:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the position, for a checkpoint."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -63,26 +63,24 @@ class DataSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a position that `state_dict` returned.
 
         Raises:
-            DataError: the data is another than when the state was saved.
+            DataError: the tasks differ from those of the checkpoint.
         """
         if state["tasks"] != len(self.tasks):
             raise DataError(
                 f"the checkpoint was made with {state['tasks']} tasks, the data now has {len(self.tasks)}; resume with the same data"
             )
         if state.get("checksum", self._checksum) != self._checksum:
-            raise DataError(
-                "the data has other tasks than those the checkpoint was made with; resume with the same data"
-            )
+            raise DataError("the tasks differ from those that the checkpoint was made with; resume with the same data")
         self.epoch, self.position = state["epoch"], state["position"]
         self.next_group, self.next_episode = state["next_group"], state["next_episode"]
         self._order = self._shuffled()
 
     @cached_property
     def _checksum(self) -> int:
-        """Of ids, prompts and labels; of what JSON has no word for only the type, since its repr may differ from process to process."""
+        """CRC-32 of ids, prompts and labels. A value that is not JSON counts by its type, because its repr may differ between processes."""
         total = 0
         for task in self.tasks:
             text = json.dumps(

@@ -1,4 +1,4 @@
-"""The tasks of a run, to train and to be evaluated on: of a file or the environment's own, each checked before anything starts."""
+"""The tasks that a run trains and evaluates on, from files or from the environment. Each is checked before the run starts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from agentrl.errors import ContractError, DataError, UsageError
 from agentrl.render import Renderer
 from agentrl.types import Task
 
-MOST_TASKS = 10_000_000
-"""of an environment's own, where no limit is given: one may yield them without end"""
+MAX_TASKS = 10_000_000
+"""Tasks taken from an environment without a limit setting. More are an error, because a generator may be infinite."""
 
 
 class TaskSets:
-    """Where the settings say that tasks come from."""
+    """Loads the tasks that the settings name."""
 
     def __init__(self, config: Config, env_class: type[Env], renderer: Renderer) -> None:
         self.config, self.env_class, self.renderer = config, env_class, renderer
         self._known_roles: set[str] = set()
 
     def training(self) -> list[Task]:
-        """The tasks to train on: `--prompt-data`, else the environment's own of the split 'train'.
+        """Return the training tasks: those of `--prompt-data`, else the environment's split 'train'.
 
         Raises:
-            DataError: none, too many, or one the environment refuses.
-            ContractError: the environment yields something else.
+            DataError: there are too many tasks, or the environment refuses one.
+            ContractError: the environment yields something other than tasks.
         """
         data = self.config.data
         if data.prompt_data:
@@ -39,7 +39,7 @@ class TaskSets:
         return self._own("train", data.data_limit)
 
     def evaluation(self) -> dict[str, list[Task]]:
-        """Evaluation sets by name: `--eval-prompt-data`, else, unless there is `--prompt-data`, the environment's split 'test' if it has one."""
+        """Return the evaluation sets by name: those of `--eval-prompt-data`, else the environment's split 'test' unless `--prompt-data` is set."""
         settings = self.config.eval
         pairs: Sequence[str] = settings.eval_prompt_data
         if pairs:
@@ -51,7 +51,7 @@ class TaskSets:
         return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def _check_task(self, task: Task) -> None:
-        """The environment's own check, and whether the template knows the roles of a prompt that goes in as it is."""
+        """Run the environment's check. If the prompt is rendered unchanged, also check that the chat template knows its roles."""
         self.env_class.check_task(task)
         if self.env_class.reset is Env.reset:
             unknown = {m["role"] for m in task.messages} - {"user", "assistant", "tool", *self._known_roles}
@@ -70,10 +70,10 @@ class TaskSets:
     def _own(self, split: str, limit: int | None) -> list[Task]:
         tasks: list[Task] = []
         for task in islice(_tasks_of(self.env_class, split), limit):
-            if limit is None and len(tasks) == MOST_TASKS:
+            if limit is None and len(tasks) == MAX_TASKS:
                 raise DataError(
-                    f"{self.env_class.label()}.tasks({split!r}) yields more than {MOST_TASKS} tasks, perhaps without end; say how many "
-                    f"to take: --data-limit N to train on, --eval-limit N to evaluate on"
+                    f"{self.env_class.label()}.tasks({split!r}) yields more than {MAX_TASKS} tasks and may be infinite; "
+                    f"set --data-limit N for training or --eval-limit N for evaluation"
                 )
             if not isinstance(task, Task):
                 raise ContractError(
@@ -88,13 +88,13 @@ class TaskSets:
 
 
 def _tasks_of(env: type[Env], split: str) -> Iterator[Any]:
-    """What the environment yields; what it raises is its contract broken."""
+    """Yield what the environment yields. What it raises becomes a ContractError."""
     call = f"{env.label()}.tasks({split!r})"
     try:
-        found = env.tasks(split)
-        if not isinstance(found, Iterable):
-            raise ContractError(f"{call} must return an iterable of agentrl.Task, found {found!r:.80}")
-        yield from found
+        tasks = env.tasks(split)
+        if not isinstance(tasks, Iterable):
+            raise ContractError(f"{call} must return an iterable of agentrl.Task, found {tasks!r:.80}")
+        yield from tasks
     except UsageError:
         raise
     except Exception as e:  # user code may raise anything

@@ -243,12 +243,10 @@ def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch
         "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"
         "    def tasks(cls, split): return (Task(str(i), 'x') for i in count())\n"
     )
-    monkeypatch.setattr("agentrl.data.task_sets.MOST_TASKS", 1000)
+    monkeypatch.setattr("agentrl.data.task_sets.MAX_TASKS", 1000)
     words = ["--env", "env.py", "--model", str(model)]
     err = refused(capsys, "train", *words)
-    assert (
-        "E.tasks('train') yields more than 1000 tasks, perhaps without end; say how many to take: --data-limit N" in err
-    )
+    assert "E.tasks('train') yields more than 1000 tasks and may be infinite; set --data-limit N for training" in err
     components = Components(resolve(*make_parser()[0].parse_known_args(["train", *words, "--data-limit", "2000"])))
     assert (len(components.tasks.training()), len(components.tasks.evaluation()["test"])) == (2000, 200)
 

@@ -48,7 +48,7 @@ def test_columns_by_name(tmp_path):
     ("row", "message"),
     [
         ('{"prompt": "q", ', "line 2: not JSON"),
-        ("[1, 2]", "line 2: expected an object, found list"),
+        ("[1, 2]", "line 2: expected a JSON object, found list"),
         ({"promt": "q", "label": 1}, "line 2: no column 'prompt'; did you mean 'promt'.*--input-key"),
         ({"prompt": "q"}, "line 2: no column 'label'"),
         ({"prompt": 5, "label": 1}, "line 2: 'prompt' must be a string or a list of messages, found int"),
@@ -139,7 +139,7 @@ def test_parquet(tmp_path):
 def test_parquet_that_is_broken_or_cannot_be_read_is_said(tmp_path):
     path = tmp_path / "d.parquet"
     path.write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"needs pyarrow|not Parquet"):
+    with pytest.raises(DataError, match=r"needs pyarrow|not a Parquet file"):
         load(path)
 
 
@@ -206,7 +206,7 @@ def test_edited_tasks_are_refused(task):
 
     state = of(Task("a", "q", 1)).state_dict()
     of(Task("a", "q", 1)).load_state_dict(state)
-    with pytest.raises(DataError, match="other tasks than those the checkpoint was made with"):
+    with pytest.raises(DataError, match="the tasks differ from those that the checkpoint was made with"):
         of(task).load_state_dict(state)
     del state["checksum"]
     of(task).load_state_dict(state)
