@@ -40,7 +40,7 @@ class ServerFacts:
     brackets: bool
     """weights by tensors or by a group are sent between /begin_weight_update and /end_weight_update"""
     checksums: str
-    """kind of checksum (train/megatron/delivery/fused_checksum.py) that /weights_checker returns; empty: none that can be compared"""
+    """kind of checksum (train/megatron/delivery/server_checksums.py) that /weights_checker returns; empty: none that can be compared"""
     memory_saver: bool
     """memory can be released and resumed"""
     deterministic: bool

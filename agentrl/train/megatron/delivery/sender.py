@@ -16,8 +16,8 @@ from torch import Tensor
 from agentrl.train.base import DeliveryReport, Receiver
 from agentrl.train.megatron.delivery.broadcast_group import BroadcastGroup
 from agentrl.train.megatron.delivery.buckets import buckets, serialise
-from agentrl.train.megatron.delivery.fused_checksum import checksums
 from agentrl.train.megatron.delivery.request_queue import RequestQueue
+from agentrl.train.megatron.delivery.server_checksums import server_checksums
 from agentrl.train.megatron.hf_weights import gather_views
 from agentrl.train.megatron.model import Built
 
@@ -57,11 +57,11 @@ class Sender:
         return views
 
     def checksums(self, kind: str) -> dict[str, str] | None:
-        """A checksum (see fused_checksum.py) of every parameter, under the server's names."""
+        """A checksum (see server_checksums.py) of every parameter, under the server's names."""
         if self.copy:
             return None
         tensors = ((name, tensor.reshape(shape)) for name, tensor, shape in self._weights())
-        sums = checksums(tensors, self.built.layout.vocab_size, kind)
+        sums = server_checksums(tensors, self.built.layout.vocab_size, kind)
         return sums if self.sends else None
 
     def tensors(self, receivers: Sequence[Receiver], bucket_bytes: int, timeout_s: float) -> DeliveryReport | None:

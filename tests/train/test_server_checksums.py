@@ -10,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.engine.sglang.installation import find_installation
-from agentrl.train.megatron.delivery.checksum import TILE, TILES, WordMix
-from agentrl.train.megatron.delivery.fused_checksum import checksums
+from agentrl.train.megatron.delivery import server_checksums as module
+from agentrl.train.megatron.delivery.server_checksums import CHUNK, TILE, finish, mixed_words, server_checksums
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def mixed(*tensors: torch.Tensor) -> list[int]:
-    mix = WordMix()
-    for tensor in tensors:
-        mix.add([tensor])
-    return [int(digits, 16) for digits in mix.finish()]
+    return [int(finish(int(mixed_words([tensor]))), 16) for tensor in tensors]
 
 
 def mix(x: int) -> int:
@@ -60,9 +57,8 @@ def test_any_bytes(contents):
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=4))
 def test_parts_are_one_tensor(parts):
-    mix = WordMix()
-    mix.add([bytes_of(p) for p in parts])
-    assert mix.finish() == [f"{in_plain_integers(b''.join(parts)):016x}"]
+    total = mixed_words([bytes_of(p) for p in parts])
+    assert finish(int(total)) == f"{in_plain_integers(b''.join(parts)):016x}"
 
 
 @pytest.mark.parametrize("words", [1, TILE - 1, TILE, TILE + 1, 3 * TILE + 17])
@@ -75,13 +71,13 @@ def test_tiles(words):
 def test_how_many_tiles_are_taken_at_once_does_not_matter(tiles, monkeypatch):
     tensors = [torch.randn(n) for n in (5 * TILE + 3, 1, TILE, 2 * TILE, 7, 3 * TILE - 1)]
     alone = [mixed(t)[0] for t in tensors]
-    monkeypatch.setattr("agentrl.train.megatron.delivery.checksum.TILES", tiles)
+    monkeypatch.setattr(module, "CHUNK", tiles * TILE)
     assert mixed(*tensors) == alone
 
 
 def test_more_tiles_than_are_taken_at_once():
     content = np.random.default_rng(0).bytes(4 * TILE * 3 + 20)
-    tensor = torch.zeros(TILES * TILE, dtype=torch.int32)
+    tensor = torch.zeros(CHUNK, dtype=torch.int32)
     tail = torch.frombuffer(bytearray(content), dtype=torch.int32)
     assert mixed(tensor, tail)[1] == in_plain_integers(content)
     last = torch.cat([tensor, tail])
@@ -110,7 +106,7 @@ def test_one_bit_or_two_exchanged_words_show():
 def test_joined_parameters_and_the_padded_vocabulary():
     q, k, v, e = torch.randn(8, 4), torch.randn(4, 4), torch.randn(4, 4), torch.randn(70, 4)
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
-    found = checksums([*zip(names, (q, k, v), strict=True), ("model.embed_tokens.weight", e)], 70, "mix")
+    found = server_checksums([*zip(names, (q, k, v), strict=True), ("model.embed_tokens.weight", e)], 70, "mix")
     values = mixed(torch.cat([q, k, v]), torch.cat([e, torch.zeros(58, 4)]))
     assert found == {
         "model.layers.0.self_attn.qkv_proj.weight": f"{values[0]:016x}",

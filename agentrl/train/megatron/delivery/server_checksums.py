@@ -1,0 +1,125 @@
+"""Checksums of the weights as SGLang reports them (/weights_checker), so that both sides of a sync are compared parameter by parameter.
+
+SGLang joins q, k and v, and gate and up, and pads the vocabulary with zeros to a multiple of 64. Of a parameter's bytes it computes on a CPU
+("sha256") the first eight bytes of the SHA-256, and on a GPU ("mix", 0.5.17 to 0.5.23) this:
+
+    bytes -> 32-bit words w_i in tiles of 8192
+    half of a tile = mix(sum of mix(w_i xor place(i)) xor number of bytes), modulo 2^32, for each of two functions `place`
+    checksum = finish(sum of the tiles, two halves each, modulo 2^64)
+
+`mix` is the finaliser of 32-bit MurmurHash3, `finish` that of SplitMix64 (Steele, Lea, Flood 2014, fig. 13) without its first addition.
+
+Log-probs of the probe sequence cannot replace the checksums: where the model repeats one token, attention makes no difference, and a lost
+q_proj or k_proj stays undetected (tests/weight_sync/test_verify_joint.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 8192
+CHUNK = 1024 * TILE
+"""Words processed together: 32 MiB, so that intermediate results stay in a GPU's cache."""
+_SEED = 0x243F6A88
+_PLACES = ((0x27D4EB2D, _SEED, 15), (0x165667B1, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF, 13))
+"""Factor, addend and rotation of each `place` function."""
+_MASK64 = (1 << 64) - 1
+_JOINED = {
+    **{f"{x}_proj": ("qkv_proj", i) for i, x in enumerate("qkv")},
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64
+
+
+@torch.no_grad()
+def server_checksums(tensors: Iterable[tuple[str, Tensor]], vocab_size: int, kind: str) -> dict[str, str]:
+    """The checksum of each server parameter, by the server's name. `tensors`: Hugging Face (name, tensor) in any order."""
+    incomplete: dict[str, dict[int, Tensor]] = {}
+    sums: dict[str, str | Tensor] = {}
+    for name, tensor in tensors:
+        *prefix, module, leaf = name.split(".")
+        joined, place = _JOINED.get(module, (module, 0))
+        target = ".".join([*prefix, joined, leaf])
+        parts = incomplete.setdefault(target, {})
+        parts[place] = tensor
+        if len(parts) < _PARTS.get(joined, 1):
+            continue
+        ordered = [parts[i] for i in sorted(parts)]
+        if padding := -vocab_size % _VOCABULARY_MULTIPLE if name in _VOCABULARY else 0:
+            ordered.append(tensor.new_zeros(padding, *tensor.shape[1:]))
+        sums[target] = sha256(ordered) if kind == "sha256" else mixed_words(ordered)
+        del incomplete[target]
+    return {name: s if isinstance(s, str) else finish(int(s)) for name, s in sums.items()}
+
+
+def sha256(parts: Sequence[Tensor]) -> str:
+    """The first eight bytes of the SHA-256 of a parameter given in parts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def mixed_words(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the tiles of a parameter given in parts: a scalar on its device, so that nothing waits for the GPU here."""
+    pieces = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+    if missing := -sum(p.numel() for p in pieces) % 4:
+        pieces.append(pieces[0].new_zeros(missing))
+    words = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(torch.int32)
+    total = words.new_zeros((), dtype=torch.int64)
+    for start in range(0, words.numel(), CHUNK):
+        chunk = words[start : start + CHUNK]
+        padding = -chunk.numel() % TILE
+        index = torch.arange(chunk.numel() + padding, dtype=torch.int32, device=words.device)
+        index += _signed(start & 0xFFFFFFFF)
+        padded = F.pad(chunk, (0, padding)) if padding else chunk
+        halves = []
+        for factor, addend, rotation in _PLACES:
+            mixed = index * _signed(factor)
+            mixed += _signed(addend)
+            mixed ^= (index << rotation) | _shift_right(index, 32 - rotation)
+            mixed ^= padded
+            _mix(mixed)[chunk.numel() :] = 0
+            sums = mixed.view(-1, TILE).sum(1, dtype=torch.int32)
+            halves.append(_mix(sums ^ _signed(4 * words.numel() & 0xFFFFFFFF)).to(torch.int64))
+        high, low = halves
+        total += ((high << 32) | (low & 0xFFFFFFFF)).sum()
+    return total
+
+
+def finish(total: int) -> str:
+    """The checksum, 16 hexadecimal digits, from the sum of the tiles."""
+    x = total & _MASK64
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & _MASK64
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & _MASK64
+    return f"{x ^ (x >> 31):016x}"
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Apply the finaliser in place."""
+    x ^= _shift_right(x, 16)
+    x *= _signed(0x85EBCA6B)
+    x ^= _shift_right(x, 13)
+    x *= _signed(0xC2B2AE35)
+    x ^= _shift_right(x, 16)
+    return x
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of signed integers."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The signed 32-bit integer with the same bits."""
+    return x - (1 << 32) if x >> 31 else x
