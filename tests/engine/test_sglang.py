@@ -18,7 +18,7 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
 from agentrl.errors import EngineAbort, EngineFailure
-from agentrl.train.megatron.delivery.fused_checksum import checksums
+from agentrl.train.megatron.delivery.server_checksums import server_checksums
 from agentrl.types import FinishReason
 from agentrl.weight_sync.disk import DiskSync
 
@@ -161,7 +161,7 @@ class FolderTrainer:
 
     def deliver(self, action, *, kind):
         assert action == "checksums"
-        return [checksums(self.tensors.items(), self.model.config.vocab_size, kind)]
+        return [server_checksums(self.tensors.items(), self.model.config.vocab_size, kind)]
 
     def export_weights(self, path):
         path.mkdir(parents=True)
