@@ -40,12 +40,15 @@ setup: ## create .venv with the locked packages and agentrl (does nothing if it 
 	echo "$$want" > $(VENV)/.stamp
 
 setup-sglang-cpu: setup ## install SGLang for CPUs into .venv-sglang (x86-64; text models, for tests)
-	@want=$$(cat agentrl/engine/sglang_cpu/requirements.txt | sha256sum)
-	if [[ "$$(cat $(VENV_SGLANG)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
-	$(BIN)/python -m venv --clear $(VENV_SGLANG)
-	export VIRTUAL_ENV="$(VENV_SGLANG)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
-	$(BIN)/uv pip install --no-deps --compile-bytecode -r agentrl/engine/sglang_cpu/requirements.txt
-	echo "$$want" > $(VENV_SGLANG)/.stamp
+	@want=$$(cat tests/sglang_cpu/requirements.txt | sha256sum)
+	if [[ "$$(cat $(VENV_SGLANG)/.stamp 2>/dev/null)" != "$$want" ]]; then
+		$(BIN)/python -m venv --clear $(VENV_SGLANG)
+		export VIRTUAL_ENV="$(VENV_SGLANG)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
+		$(BIN)/uv pip install --no-deps --compile-bytecode -r tests/sglang_cpu/requirements.txt
+		echo "$$want" > $(VENV_SGLANG)/.stamp
+	fi
+	# modules that SGLang imports and a CPU does not need
+	for site in $(VENV_SGLANG)/lib/python3.*/site-packages; do echo "$(CURDIR)/tests/sglang_cpu/stubs" > $$site/agentrl_stubs.pth; done
 
 test-sglang: setup-sglang-cpu ## run the engine tests with SGLang on this machine's CPU
 	@$(BIN)/python -m pytest -m sglang $(ARGS)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from agentrl import ToolEnv, Trajectory, tool
 from agentrl.engine.base import SamplingParams
-from agentrl.engine.scripted import Ask, ScriptedEngine
+from agentrl.engine.scripted import ScriptedEngine, ScriptedRequest
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout.episode import EpisodeRunner, Limits
@@ -68,9 +68,9 @@ class Search(ToolEnv):
 
 
 def make_runner(renderer: Renderer, turns: int) -> EpisodeRunner:
-    def say(ask: Ask) -> list[int]:
-        last = ask.number >= turns - 1
-        ids: list[int] = (_ASSETS.final if last else _ASSETS.calls[(ask.number + 1) % 10])["ids"]
+    def say(request: ScriptedRequest) -> list[int]:
+        last = request.number >= turns - 1
+        ids: list[int] = (_ASSETS.final if last else _ASSETS.calls[(request.number + 1) % 10])["ids"]
         return ids
 
     return EpisodeRunner(

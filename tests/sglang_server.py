@@ -49,7 +49,7 @@ def running(folder: Path) -> Iterator[Running]:
         yield Running(address, Path(os.environ["AGENTRL_SGLANG_MODEL"]))
         return
     installation = find_installation(python())
-    spec = LaunchSpec(MODEL, "float32", LENGTH)
+    spec = LaunchSpec(model=MODEL, dtype="float32", context_length=LENGTH)
     check_spec(spec, installation)
     port = free_port()
     command = command_line(spec, installation, 0, port)

@@ -46,6 +46,11 @@ def test_the_wheel_holds_only_agentrl(wheel):
     assert {n.partition("/")[0] for n in wheel} == {"agentrl", f"agentrl-{agentrl.__version__}.dist-info"}
 
 
+def test_the_stubs_for_sglang_on_a_cpu_are_not_in_the_wheel(wheel):
+    assert (ROOT / "tests/sglang_cpu/stubs").is_dir()
+    assert not [n for n in wheel if "stubs" in n or "sglang_cpu" in n]
+
+
 def test_no_file_is_in_the_wheel_twice(wheel):
     assert len(wheel) == len(set(wheel))
 

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from agentrl.engine.scripted import Ask, ScriptedEngine
+from agentrl.engine.scripted import ScriptedEngine, ScriptedRequest
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.formats.inline_tags import TagFormat
 from agentrl.tool import ToolSpec
@@ -62,11 +62,11 @@ class Policy:
             self, encode=tokenizer.encode_plain, decode=tokenizer.decode, end_id=self._renderer.stop_token_ids[0]
         )
 
-    def __call__(self, ask: Ask) -> str:
-        spec, random = self._specs[ask.session], Random(ask.sampling.seed)
+    def __call__(self, request: ScriptedRequest) -> str:
+        spec, random = self._specs[request.session], Random(request.sampling.seed)
         if spec.index % 2:
-            return self._random(spec, ask.number, random)
-        return self._scripted(spec.task, ask.number, random)
+            return self._random(spec, request.number, random)
+        return self._scripted(spec.task, request.number, random)
 
     def _scripted(self, task: Task, turn: int, random: Random) -> str:
         if turn < len(self._tools):

@@ -1,4 +1,4 @@
-"""The Engine protocol: ids in, ids out. Every engine passes one contract suite (tests/engine_contract.py)."""
+"""The protocols of engines: token ids in, token ids out. Every engine passes one contract suite (tests/engine_contract.py)."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ class SamplingParams:
     max_new_tokens: int
     """at least 1"""
     temperature: float = 1.0
-    """0: greedy, and log-probs at temperature 1; else logits and log-probs are both divided by it"""
+    """divides the logits before sampling, and so affects the log-probs; 0: greedy, with log-probs at temperature 1"""
     top_p: float = 1.0
     top_k: int = -1
-    """-1: off"""
+    """-1: no limit"""
     stop: tuple[str, ...] = ()
-    """strings that end the generation; the ids sampled so far are kept as they are, also past the string's end"""
+    """strings that end the generation; all ids sampled so far are kept, also those past the string's end"""
     stop_token_ids: tuple[int, ...] = ()
-    """ids that end the generation and are part of it"""
+    """ids that end the generation; the id is part of it"""
     ignore_eos: bool = False
-    """ignore the model's own end token (`stop_token_ids` still count)"""
+    """do not stop at the model's end token; `stop_token_ids` still apply"""
     seed: int = 0
-    """for engines that guarantee determinism"""
+    """for engines that are deterministic"""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine answers."""
+    """The result of `generate`."""
 
     ids: tuple[int, ...]
-    """sampled ids, the stop token included if one was sampled; may be empty"""
+    """sampled ids, including the stop token if one was sampled; may be empty"""
     log_probs: tuple[float, ...]
-    """natural logs of the sampled ids at the temperature asked for"""
+    """natural logarithms of the sampled ids' probabilities, at the requested temperature"""
     finish_reason: FinishReason
     matched_stop: str | int | None = None
     """the stop string or stop token id that ended it"""
     policy_version: int = 0
-    """of the weights that sampled it"""
+    """version of the weights that sampled it"""
     cached_tokens: int = 0
-    """context tokens that were not computed again"""
+    """context tokens that the prefix cache had"""
     demonstration: bool = False
-    """the ids were written by an expert (scripted engine), not sampled: log_probs are meaningless"""
+    """an expert wrote the ids (scripted engine); log_probs are meaningless"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is and promises."""
+    """Properties of an engine."""
 
     name: str
     """scripted, local, sglang"""
     version: str
     policy_version: int
     context_length: int
-    """most tokens of context and generation together"""
+    """maximum tokens of context and generation together"""
     deterministic: bool
-    """the same ids, sampling and seed give the same answer at any load"""
+    """the same ids, sampling parameters and seed give the same generation at any load"""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """Named tensors on disk or in shared memory, as `Trainer.export_weights` leaves them."""
+    """A folder of named tensors on disk or in shared memory, as written by `Trainer.export_weights`."""
 
     path: Path
-    """a folder of *.safetensors files with Hugging Face names"""
+    """*.safetensors files with Hugging Face names"""
     fingerprint: str
-    """of all tensors (agentrl.core.weights_fingerprint); the receiver computes it again"""
+    """fingerprint of all tensors (agentrl.core.weights_fingerprint); the receiver verifies it"""
 
 
 @runtime_checkable
@@ -89,11 +89,11 @@ class Generator(Protocol):
             ids: the whole context.
             sampling: how to sample.
             session: the episode; its requests stick to one engine and its prefix cache.
-            images: where images stand in `ids`, each as many placeholders as it has tokens.
+            images: positions of images in `ids`; each has as many placeholders as it has tokens.
 
         Raises:
             EngineFailure: no answer, or the context does not fit.
-            EngineAbort: the engine gave the request up on purpose.
+            EngineAbort: the request was aborted on purpose.
         """
 
     async def release(self, session: str) -> None:
@@ -105,43 +105,45 @@ class Engine(Generator, Protocol):
     """One inference engine, or a fleet behind one address. All methods have bounded waits and raise EngineFailure."""
 
     async def start(self) -> None:
-        """Make ready for `generate`."""
+        """Prepare for `generate`."""
 
     async def pause(self) -> None:
-        """Finish no more tokens until `resume`; requests in flight wait."""
+        """Sample no more tokens until `resume`; requests in flight wait."""
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
 
     async def abort(self, session: str | None = None) -> None:
-        """Give up requests in flight: of one session, or all. They raise EngineAbort."""
+        """Abort requests in flight, of one session or all. They raise EngineAbort."""
 
     async def sleep(self) -> None:
-        """Free memory for the trainer (colocated)."""
+        """Free GPU memory for the trainer (colocated)."""
 
     async def wake(self) -> None:
-        """Take memory back after `sleep`."""
+        """Allocate the memory that `sleep` freed."""
 
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
-        """Take new weights, check their fingerprint, drop the prefix cache, and answer with the new version from now on.
+        """Load new weights after verifying their fingerprint, drop the prefix cache, and serve `policy_version` from now on.
 
-        No generation mixes two versions: requests in flight that hold sampled tokens are given up (EngineAbort), the rest start over.
-        Weights that do not fit are refused with EngineFailure and the old ones stay whole.
+        No generation mixes two versions: requests in flight with sampled tokens are aborted (EngineAbort), the others start again.
+
+        Raises:
+            EngineFailure: the weights do not fit. The old weights are unchanged.
         """
 
     async def health(self) -> EngineInfo:
-        """Answer within seconds, or raise EngineFailure."""
+        """The engine's properties, within seconds; EngineFailure if it does not respond."""
 
     async def close(self) -> None:
         """Stop; idempotent."""
 
 
 def check_request(ids: Sequence[int], sampling: SamplingParams, context_length: int) -> int:
-    """The most tokens this request may sample: `max_new_tokens`, or less where the context length leaves less.
+    """The maximum number of tokens to sample: `max_new_tokens`, or less if the context length leaves less.
 
     Raises:
-        ConfigError: sampling parameters that mean nothing.
-        EngineFailure: an empty context, or one that leaves no room for a token.
+        ConfigError: invalid sampling parameters.
+        EngineFailure: the context is empty, or as long as the context length.
     """
     if sampling.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1; found {sampling.max_new_tokens}")

@@ -1,7 +1,7 @@
-"""What sampling needs without torch: counter-based uniforms, and stop strings found as the text grows.
+"""The parts of sampling that need no torch: counter-based uniform numbers, and stop strings in growing text.
 
-The law of draws: the number that decides a token follows from `SamplingParams.seed` and the token's position in the context,
-never from a generator that several requests share. So neither load nor order of completion changes an answer.
+The number that decides a token depends only on `SamplingParams.seed` and on the token's position in the context. No requests share a random
+generator, so neither load nor order of completion changes a generation.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from collections.abc import Callable, Sequence
 from struct import pack
 
 Decode = Callable[[Sequence[int]], str]
-"""ids -> text; special tokens must not vanish if a stop string is to match them"""
+"""ids -> text; it must keep special tokens if a stop string contains them"""
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on `seed` (any integer) and `position` (tokens before it) and on nothing else."""
+    """A number in [0, 1) that depends only on `seed` (any integer) and `position` (the number of tokens before it)."""
     data = pack("<QQ", seed & 0xFFFFFFFFFFFFFFFF, position)
     return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 class StopFinder:
-    """Looks for stop strings in the text of a generation, token by token.
+    """Finds stop strings in the text of a generation, token by token.
 
-    Only a window at the end is decoded anew: long enough in characters for the longest stop string plus a margin, so a match that
-    begins or ends inside a token, or inside a character made of several tokens, is found.
+    Each time only a window at the end is decoded. It has enough characters for the longest stop string plus a margin, so that matches are found
+    that begin or end inside a token, or inside a character made of several tokens.
     """
 
     MARGIN = 16
-    """characters kept before the longest stop string: text at the very start of a window may decode differently"""
+    """characters kept before the longest stop string, since the first characters of a window may decode differently"""
     MAX_WINDOW = 64
-    """tokens after which a window is shortened"""
+    """maximum tokens of a window"""
 
     def __init__(self, stop: Sequence[str], decode: Decode) -> None:
         self._stop = tuple(stop)
         self._decode = decode
-        self._need = max(map(len, self._stop), default=0) + self.MARGIN
+        self._min_characters = max(map(len, self._stop), default=0) + self.MARGIN
         self._start = 0
 
     def find(self, ids: Sequence[int]) -> str | None:
-        """The stop string in the text of `ids` that ends first, or None. Call it after every new id."""
+        """The stop string that ends first in the text of `ids`, or None. Call it after every new id."""
         if not self._stop:
             return None
         text = self._decode(ids[self._start :])
-        found = [(at + len(s), -len(s), s) for s in self._stop if (at := text.find(s)) >= 0]
-        if found:
-            return min(found)[2]
+        matches = [(at + len(s), -len(s), s) for s in self._stop if (at := text.find(s)) >= 0]
+        if matches:
+            return min(matches)[2]
         if len(ids) - self._start > self.MAX_WINDOW:
             self._shorten(ids)
         return None
 
     def _shorten(self, ids: Sequence[int]) -> None:
-        """Move the window's start up as far as its text stays long enough."""
+        """Move the window's start forward as far as its text stays long enough."""
         start = len(ids) - self.MAX_WINDOW // 4
-        while start > self._start and len(self._decode(ids[start:])) < self._need:
+        while start > self._start and len(self._decode(ids[start:])) < self._min_characters:
             start -= self.MAX_WINDOW // 4
         self._start = max(self._start, start)

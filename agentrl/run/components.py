@@ -200,7 +200,7 @@ class Components:
     def weight_sync(self, engine: Engine) -> WeightSync:
         """The way the trainer's weights reach `engine`."""
         from agentrl.engine.sglang.fleet import Fleet
-        from agentrl.engine.sglang.plan import on_cards, sync_kind
+        from agentrl.engine.sglang.plan import on_gpus, sync_kind
         from agentrl.engine.weight_files import weight_bytes
         from agentrl.weight_sync.base import memory_for
         from agentrl.weight_sync.broadcast import BroadcastSync
@@ -219,7 +219,7 @@ class Components:
             return DiskSync(engine, folder)
         if kind == "split":
             return BroadcastSync(engine, folder, bucket_bytes=e.update_weight_buffer_size)
-        share_gpus = e.colocate and on_cards(self.servers)
+        share_gpus = e.colocate and on_gpus(self.servers)
         return ColocatedSync(engine, folder, bucket_bytes=e.update_weight_buffer_size, share_gpus=share_gpus)
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:

@@ -85,7 +85,14 @@ class Bench:
 def fleet_on(args: argparse.Namespace, number: int) -> Fleet:
     installation = find_installation(sys.executable, [args.engine_pythonpath] if args.engine_pythonpath else [])
     flags = {**FLAGS, "mem_fraction_static": args.mem_fraction, "port": args.port + number}
-    spec = LaunchSpec(args.model, "bfloat16", 8192, first_gpu=number, memory_saver=number == 0, args=flags)
+    spec = LaunchSpec(
+        model=args.model,
+        dtype="bfloat16",
+        context_length=8192,
+        first_gpu=number,
+        memory_saver=number == 0,
+        args=flags,
+    )
     check_spec(spec, installation)
     address = f"http://127.0.0.1:{args.port + number}"
     command = command_line(spec, installation, 0, args.port + number)

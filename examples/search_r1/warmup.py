@@ -22,7 +22,7 @@ from pathlib import Path
 from policy import make_model, make_tokenizer
 
 from agentrl.engine.base import SamplingParams
-from agentrl.engine.scripted import Ask, ScriptedEngine
+from agentrl.engine.scripted import ScriptedEngine, ScriptedRequest
 from agentrl.envs import factbook
 from agentrl.envs.search_r1 import SearchR1
 from agentrl.render import Tokenizer, make_renderer
@@ -129,8 +129,8 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
         batch = list(specs(start, min(chunk, first + count - start)))
         experts = {spec.episode_id: d for spec, d in batch}
 
-        def script(ask: Ask, experts: dict[str, Demonstrator] = experts) -> str:
-            return experts[ask.session].write()
+        def script(request: ScriptedRequest, experts: dict[str, Demonstrator] = experts) -> str:
+            return experts[request.session].write()
 
         engine = ScriptedEngine(script, encode=tokenizer.encode, decode=tokenizer.decode, demonstration=True)
         limits = Limits(max_turns=4, max_response_tokens=480, context_length=512)

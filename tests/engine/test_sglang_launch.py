@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from doubles import until, weights
 
+from agentrl.core.child_process import session_members
 from agentrl.core.ports import free_port
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
-from agentrl.engine.sglang.server_process import ServerProcess, session_members
+from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import EngineFailure
 
 FIVE = SamplingParams(5)
@@ -76,7 +77,7 @@ async def stubborn(tmp_path):
     )
     server = process(tmp_path, 1, code)
     server.start()
-    await until(lambda: "deaf" in server.tail())
+    await until(lambda: "deaf" in server.log_end())
     yield server
     for pid in session_members(server.process.pid) if server.process else ():
         os.kill(pid, signal.SIGKILL)

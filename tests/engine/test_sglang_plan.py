@@ -20,7 +20,7 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import Installation, find_installation, gpus
 from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
-from agentrl.engine.sglang.plan import make_fleet, of_this_machine, plan_servers
+from agentrl.engine.sglang.plan import is_local, make_fleet, plan_servers
 from agentrl.engine.sglang.protocol import LEAST, warn_if_untested
 from agentrl.engine.sglang.server_flags import check_flags, server_flags
 from agentrl.errors import ConfigError
@@ -48,7 +48,7 @@ def installation(tmp_path):
     package = tmp_path / "sglang"
     (package / "srt").mkdir(parents=True)
     (package / "srt/server_args.py").write_text(SERVER_ARGS)
-    return Installation(Path(sys.executable), package, "0.5.23", (str(tmp_path),))
+    return Installation(python=Path(sys.executable), package=package, version="0.5.23", pythonpath=(str(tmp_path),))
 
 
 def test_flags_are_checked_by_name(installation):
@@ -140,7 +140,7 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others(monkeypatch, tmp_pa
 
 
 async def test_a_port_in_use(installation, double):
-    spec = LaunchSpec(MODEL, "float32", 128, args={"port": double.port})
+    spec = LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"port": double.port})
     with pytest.raises(ConfigError, match="is in use"):
         check_spec(spec, installation)
 
@@ -148,7 +148,7 @@ async def test_a_port_in_use(installation, double):
 @pytest.mark.parametrize("version", ["0.3.0", "0.5.9", "0.5.9.post1"])
 def test_a_version_that_is_too_old(installation, version):
     with pytest.raises(ConfigError, match=f"has SGLang {version}, agentrl needs 0.5.10 or later"):
-        check_spec(LaunchSpec(MODEL, "float32", 128), replace(installation, version=version))
+        check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128), replace(installation, version=version))
 
 
 def test_the_oldest_version_is_the_one_that_is_asked_for():
@@ -164,7 +164,7 @@ async def test_an_untested_version_warns_once_before_it_is_started(installation,
     engine = SGLangEngine(double.address)
     warn_if_untested.cache_clear()
     with pytest.warns(RuntimeWarning, match="was not tested"):
-        check_spec(LaunchSpec(MODEL, "float32", 128), replace(installation, version=version))
+        check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128), replace(installation, version=version))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         await engine.start()
@@ -175,31 +175,36 @@ async def test_an_untested_version_warns_once_before_it_is_started(installation,
 @pytest.mark.parametrize("port", ["abc", 70000, 0, -1, True, 30000.5])
 def test_a_port_that_is_none(installation, port):
     with pytest.raises(ConfigError, match=f"--sglang-port .*from 1 to 65535, found {port!r}"):
-        check_spec(LaunchSpec(MODEL, "float32", 128, args={"port": port}), installation)
+        check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"port": port}), installation)
 
 
 def test_every_engine_needs_a_port(installation):
     with pytest.raises(ConfigError, match="from 1 to 65534, found 65535"):
-        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2, args={"port": 65535}), installation)
+        check_spec(
+            LaunchSpec(model=MODEL, dtype="float32", context_length=128, engines=2, args={"port": 65535}), installation
+        )
 
 
 @pytest.mark.parametrize("share", ["abc", 1.5, 0, True])
 def test_a_share_of_memory_that_is_none(installation, share):
     with pytest.raises(ConfigError, match=f"--sglang-mem-fraction-static is a share between 0 and 1, found {share!r}"):
-        check_spec(LaunchSpec(MODEL, "float32", 128, args={"mem_fraction_static": share}), installation)
+        check_spec(
+            LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"mem_fraction_static": share}),
+            installation,
+        )
 
 
 def test_a_model_that_does_not_exist(installation, tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        check_spec(LaunchSpec(tmp_path, "float32", 128), installation)
+        check_spec(LaunchSpec(model=tmp_path, dtype="float32", context_length=128), installation)
 
 
 def test_too_little_memory(installation, monkeypatch):
     monkeypatch.setattr("agentrl.engine.sglang.launch_spec.gpus", lambda: [(5, 80000)])
     with pytest.raises(ConfigError, match="GPU 0 has 5 of 80000 MiB free"):
-        check_spec(LaunchSpec(MODEL, "float32", 128), installation)
+        check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128), installation)
     with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
-        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+        check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128, engines=2), installation)
 
 
 @pytest.fixture
@@ -229,13 +234,13 @@ AWAY = "192.0.2.5:30000"
 
 
 def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.engine.sglang.router.ANSWER_S", 0.2)  # nobody will answer
+    monkeypatch.setattr("agentrl.engine.sglang.router.TIMEOUT_S", 0.2)  # nobody will answer
     with pytest.raises(ConfigError, match=r"192\.0\.2\.5:30000 is on another machine: .* --update-weight-disk-dir"):
         plan({"rollout_external_engine_addrs": ["localhost:1", AWAY]})
     for kind in ("split", "colocated"):
         with pytest.raises(ConfigError, match=f"--weight-sync {kind} reaches .*{AWAY} is on another; use disk"):
             plan({"rollout_external_engine_addrs": [AWAY], "weight_sync": kind})
-    with pytest.raises(ConfigError, match=r"--update-weight-disk-dir .*nowhere is no folder"):
+    with pytest.raises(ConfigError, match=r"--update-weight-disk-dir .*nowhere is not a folder"):
         plan({"rollout_external_engine_addrs": [AWAY], "update_weight_disk_dir": str(tmp_path / "nowhere")})
     plan({"rollout_external_engine_addrs": [AWAY]}, trains=False)
     plan({"rollout_external_engine_addrs": [AWAY], "update_weight_disk_dir": str(tmp_path)})
@@ -251,12 +256,12 @@ def test_weights_by_disk_go_where_they_are_told(plan, tmp_path, kind):
     sync.close()
 
 
-def test_servers_of_this_machine(plan):
+def test_servers_is_local(plan):
     here = ["localhost:1", "127.0.0.2:30000", socket.gethostbyname(socket.gethostname()) + ":1"]
-    here += ["[::1]:1"] if of_this_machine("::1") else []
+    here += ["[::1]:1"] if is_local("::1") else []
     for kind in ("split", "colocated", "disk"):
         assert len(plan({"rollout_external_engine_addrs": here, "weight_sync": kind}).addresses) == len(here)
-    assert not of_this_machine("no.such.name.invalid")
+    assert not is_local("no.such.name.invalid")
     for address in ("localhost", "localhost:x", "[::1", ":1", "localhost:1/v1"):
         with pytest.raises(ConfigError, match="takes HOST:PORT"):
             plan({"rollout_external_engine_addrs": [address]})
@@ -300,9 +305,9 @@ def test_cards_count_although_their_memory_is_not_told(installation, tmp_path, m
     script.write_text("#!/bin/sh\nexit 9\n")
     assert gpus() == []
     monkeypatch.setattr("agentrl.engine.sglang.launch_spec.gpus", lambda: [None])
-    check_spec(LaunchSpec(MODEL, "float32", 128), installation)
+    check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128), installation)
     with pytest.raises(ConfigError, match="need 2 GPUs; this machine has 1"):
-        check_spec(LaunchSpec(MODEL, "float32", 128, engines=2), installation)
+        check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128, engines=2), installation)
 
 
 def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
@@ -341,7 +346,12 @@ def _without_packages(tmp_path):
 
 
 def test_the_command(installation):
-    words = command_line(LaunchSpec(MODEL, "float32", 128, args={"log_level": "info", "x": False}), installation, 0, 77)
+    words = command_line(
+        LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"log_level": "info", "x": False}),
+        installation,
+        0,
+        77,
+    )
     assert words[words.index("--port") + 1] == "77"
     assert words[words.index("--log-level") + 1] == "info"
     assert "--x" not in words

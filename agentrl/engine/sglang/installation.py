@@ -1,7 +1,4 @@
-"""Where SGLang is installed, and what this machine's cards hold; found out without importing SGLang.
-
-SGLang lives in an environment of its own, whose interpreter is asked once where the package lies.
-"""
+"""Where SGLang is installed, and the GPUs of this machine. SGLang is never imported: it may live in a separate environment."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from pathlib import Path
 from agentrl.errors import ConfigError
 
 CPU_ENVIRONMENT = ".venv-sglang"
-"""what `make setup-sglang-cpu` makes"""
+"""the environment that `make setup-sglang-cpu` creates"""
 DEVICES = Path("/dev")
-"""where GPUs are counted if the driver takes too long to name them"""
-_STUBS = Path(__file__).parents[1] / "sglang_cpu" / "stubs"
-_WHERE = (
+"""GPUs are counted here if nvidia-smi does not answer."""
+_LOCATE = (
     "import importlib.util as u,importlib.metadata as m\n"
     "s=u.find_spec('sglang')\n"
     "print(list(s.submodule_search_locations)[0] if s else '')\n"
@@ -28,9 +24,9 @@ _WHERE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Installation:
-    """An SGLang that was found."""
+    """An installed SGLang."""
 
     python: Path
     package: Path
@@ -39,74 +35,80 @@ class Installation:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The server's environment variables."""
-        env = dict(os.environ, PYTHONUNBUFFERED="1")
-        env.setdefault("NCCL_CUMEM_ENABLE", "0")  # else no NCCL group with a trainer can be formed
-        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = (
-            "1"  # by the few positions that it keeps back (launch_spec.RESERVED)
-        )
-        path = [*self.pythonpath, *filter(None, [env.get("PYTHONPATH")])]
+        """Environment variables of the server."""
+        env = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=_pythonpath(self.pythonpath))
+        env.setdefault("NCCL_CUMEM_ENABLE", "0")  # otherwise no NCCL group with a trainer can be formed
+        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the positions of launch_spec.RESERVED
         if not gpus():
-            path.insert(0, str(_STUBS))
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(path)
         return env
 
 
 def find_installation(python: str | None = None, pythonpath: Sequence[str] = ()) -> Installation:
-    """Where SGLang is: a given interpreter, else `.venv-sglang` beside us, else this interpreter.
+    """SGLang of a given interpreter, else of `.venv-sglang` in the current folder or beside the package, else of this interpreter.
 
     Raises:
-        ConfigError: nowhere.
+        ConfigError: none of them has it.
     """
-    beside = [Path.cwd() / CPU_ENVIRONMENT, Path(__file__).parents[3] / CPU_ENVIRONMENT]
-    tried = (
-        [python]
-        if python
-        else [str(p / "bin/python") for p in beside if (p / "bin/python").exists()] + [sys.executable]
-    )
-    for candidate in tried:
-        found = shutil.which(candidate)
-        if found is None:
+    if python:
+        candidates = [python]
+    else:
+        environments = (Path.cwd() / CPU_ENVIRONMENT, Path(__file__).parents[3] / CPU_ENVIRONMENT)
+        interpreters = [environment / "bin/python" for environment in environments]
+        candidates = [*(str(p) for p in interpreters if p.exists()), sys.executable]
+    env = dict(os.environ, PYTHONPATH=_pythonpath(pythonpath))
+    for candidate in candidates:
+        path = shutil.which(candidate)
+        if path is None:
             raise ConfigError(f"--engine-python {candidate}: no such program")
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join([*pythonpath, *filter(None, [os.environ.get("PYTHONPATH")])]))
-        asked = subprocess.run([found, "-c", _WHERE], capture_output=True, text=True, env=env, timeout=60, check=False)
-        package, _, version = asked.stdout.strip().partition("\n")
-        if asked.returncode == 0 and package:
-            return Installation(Path(found), Path(package), version.strip(), tuple(pythonpath))
+        located = subprocess.run(
+            [path, "-c", _LOCATE], capture_output=True, text=True, env=env, timeout=60, check=False
+        )
+        package, _, version = located.stdout.strip().partition("\n")
+        if located.returncode == 0 and package:
+            return Installation(
+                python=Path(path), package=Path(package), version=version.strip(), pythonpath=tuple(pythonpath)
+            )
     raise ConfigError(
-        f"--engine sglang: no SGLang in {tried[0]}; on a GPU machine `pip install agentrl[sglang]`, on a CPU `make setup-sglang-cpu`, "
+        f"--engine sglang: {candidates[0]} has no SGLang; on a GPU machine `pip install agentrl[sglang]`, on a CPU `make setup-sglang-cpu`, "
         "or name the interpreter that has it with --engine-python"
     )
 
 
+def _pythonpath(first: Sequence[str]) -> str:
+    """PYTHONPATH with some folders in front."""
+    return os.pathsep.join([*first, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def gpus() -> list[tuple[int, int] | None]:
-    """(free, total) MiB of each GPU that this process may use, in CUDA's order, None where the driver does not say; empty: no GPU."""
+    """(free, total) MiB of each GPU that this process may use, in CUDA's order; None where the driver does not report it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     query = [program, "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         rows = [["", "", ""] for _ in DEVICES.glob("nvidia[0-9]*")]
     else:
-        rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if line.count(",") == 2]
-        if said.returncode != 0:
+        if answer.returncode != 0:
             return []
-    chosen = visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return [(int(free), int(total)) if free.isdecimal() and total.isdecimal() else None for _, free, total in chosen]
+        lines = [line.split(",") for line in answer.stdout.splitlines()]
+        rows = [[cell.strip() for cell in line] for line in lines if len(line) == 3]
+    visible = visible_gpus(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [(int(free), int(total)) if free.isdecimal() and total.isdecimal() else None for _, free, total in visible]
 
 
-def visible(cards: Sequence[list[str]], chosen: str | None) -> list[list[str]]:
-    """The cards (uuid first) that CUDA_VISIBLE_DEVICES leaves: numbers or beginnings of uuids, up to the first that names none."""
-    if chosen is None:
-        return list(cards)
-    found = []
-    for word in (w.strip() for w in chosen.split(",")):
+def visible_gpus(rows: Sequence[list[str]], setting: str | None) -> list[list[str]]:
+    """The rows (uuid first) that CUDA_VISIBLE_DEVICES selects: numbers or prefixes of uuids, up to the first that matches none."""
+    if setting is None:
+        return list(rows)
+    selected = []
+    for word in (w.strip() for w in setting.split(",")):
         number = int(word) if word.isdecimal() else -1
-        card = next((c for n, c in enumerate(cards) if n == number or (len(word) > 4 and c[0].startswith(word))), None)
-        if card is None:
+        matches = (row for i, row in enumerate(rows) if i == number or (len(word) > 4 and row[0].startswith(word)))
+        row = next(matches, None)
+        if row is None:
             break
-        found.append(card)
-    return found
+        selected.append(row)
+    return selected

@@ -1,4 +1,4 @@
-"""From settings to SGLang servers: everything is checked before anything starts, then a fleet is made of it."""
+"""From settings to SGLang servers. Everything is checked before anything starts; then a fleet is created from the plan."""
 
 from __future__ import annotations
 
@@ -23,106 +23,107 @@ from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """What to start, or what to attach to."""
+    """The servers to start, or the external servers to use."""
 
     model: Path
     context_length: int
     addresses: tuple[str, ...] = ()
-    """external servers; empty: our own"""
+    """external servers; empty: start our own"""
     installation: Installation | None = None
     spec: LaunchSpec | None = None
     patience_s: float = 600.0
-    """how long a generation waits for a server to come back"""
+    """how long a generation waits for a ready server"""
 
 
 def plan_servers(config: Config, model: Path, context_length: int, *, trains: bool) -> ServerPlan:
-    """Check everything that can be known before a server is started. `trains`: beside a trainer, whose cards and weights count then.
+    """Check everything that can be known before a server starts. `trains`: there is a trainer, which needs GPUs and sends weights.
 
     Raises:
-        ConfigError: one sentence.
+        ConfigError: the servers could not start, or the trainer could not reach them.
     """
     e = config.engine
     addresses = servers_at([_address(a) for a in e.rollout_external_engine_addrs])
     _check_sync(e, addresses, trains=trains)
-    patience_s = min(
-        ServerPlan.patience_s, config.rollout.episode_timeout_s / 2
-    )  # else the episode's own timer ends it
+    # a generation gives up before the episode's time limit does
+    patience_s = min(ServerPlan.patience_s, config.rollout.episode_timeout_s / 2)
     if addresses:
         if config.sglang:
             raise ConfigError(
-                "--sglang-… flags are of servers that agentrl starts; external ones have their own: leave them out"
+                "--sglang-… flags apply to servers that agentrl starts; external servers have their own: omit the flags"
             )
-        return ServerPlan(model, context_length, addresses, patience_s=patience_s)
+        return ServerPlan(model=model, context_length=context_length, addresses=addresses, patience_s=patience_s)
     installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
-    cards = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
-    if cards % e.rollout_num_gpus_per_engine:
+    gpu_count = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
+    if gpu_count % e.rollout_num_gpus_per_engine:
         raise ConfigError(
-            f"--rollout-num-gpus {cards} is not a multiple of --rollout-num-gpus-per-engine {e.rollout_num_gpus_per_engine}"
+            f"--rollout-num-gpus {gpu_count} is not a multiple of --rollout-num-gpus-per-engine {e.rollout_num_gpus_per_engine}"
         )
     ranks = trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron)
     spec = LaunchSpec(
         model=model,
         dtype=config.model.dtype,
         context_length=context_length,
-        engines=cards // e.rollout_num_gpus_per_engine,
+        engines=gpu_count // e.rollout_num_gpus_per_engine,
         gpus_per_engine=e.rollout_num_gpus_per_engine,
         first_gpu=ranks if trains and not e.colocate else 0,
         memory_saver=e.colocate,
         args=config.sglang,
     )
     check_spec(spec, installation)
-    return ServerPlan(model, context_length, installation=installation, spec=spec, patience_s=patience_s)
+    return ServerPlan(
+        model=model, context_length=context_length, installation=installation, spec=spec, patience_s=patience_s
+    )
 
 
 def sync_kind(e: EngineSettings) -> str:
-    """How weights reach the servers."""
+    """How weights reach the servers: colocated, disk or split."""
     return e.weight_sync or ("colocated" if e.colocate else "disk" if e.rollout_external_engine_addrs else "split")
 
 
 def _check_sync(e: EngineSettings, addresses: Sequence[str], *, trains: bool) -> None:
     folder = e.update_weight_disk_dir
     if folder and not (Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(f"--update-weight-disk-dir {folder} is no folder that can be written here")
+        raise ConfigError(f"--update-weight-disk-dir {folder} is not a folder that can be written here")
     if not trains:
         return
-    away = next((a for a in addresses if not of_this_machine(urlsplit(a).hostname or "")), None)
     kind = sync_kind(e)
-    if away and kind != "disk":
+    remote = next((a for a in addresses if not is_local(urlsplit(a).hostname or "")), None)
+    if remote and kind != "disk":
         raise ConfigError(
-            f"--weight-sync {kind} reaches servers on this machine only, and {away} is on another; use disk with --update-weight-disk-dir"
+            f"--weight-sync {kind} reaches servers on this machine only, and {remote} is on another; use disk with --update-weight-disk-dir"
         )
-    if away and not folder:
+    if remote and not folder:
         raise ConfigError(
-            f"{away} is on another machine: name a folder that trainer and servers both see with --update-weight-disk-dir"
+            f"{remote} is on another machine: name a folder that trainer and servers both see with --update-weight-disk-dir"
         )
     if e.colocate and kind == "disk" and gpus():
         raise ConfigError(
-            "--weight-sync disk lends no memory, which --colocate needs on GPUs; use --weight-sync colocated, its default"
+            "--weight-sync disk does not free the engine's GPU memory, which --colocate requires; use --weight-sync colocated, its default"
         )
 
 
-def of_this_machine(host: str) -> bool:
-    """This machine can listen there."""
+def is_local(host: str) -> bool:
+    """Whether this machine can listen at `host`."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # no such name
         return False
-    for family, kind, _, _, where in found:
+    for family, kind, _, _, address in infos:
         with socket.socket(family, kind) as s:
             try:
-                s.bind(where)
+                s.bind(address)
             except OSError:
                 continue
             return True
     return False
 
 
-def trainer_ranks(asked: int | None, megatron: Mapping[str, Any]) -> int:
-    """How many cards the trainer takes."""
+def trainer_ranks(requested: int | None, megatron: Mapping[str, Any]) -> int:
+    """Number of GPUs that the trainer uses."""
     per_copy = int(megatron.get("tensor_model_parallel_size", 1)) * int(megatron.get("pipeline_model_parallel_size", 1))
-    return asked or per_copy
+    return requested or per_copy
 
 
 def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
@@ -130,19 +131,19 @@ def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
     if plan.spec is None or plan.installation is None:
         return Fleet([Member(_engine(address, plan)) for address in plan.addresses], patience_s=plan.patience_s)
     logs = (run_dir or Path(tempfile.mkdtemp(prefix="agentrl-"))) / "engine"
-    port = plan.spec.args.get("port")
+    first_port = plan.spec.args.get("port")
     members = []
     for number in range(plan.spec.engines):
-        own = int(str(port)) + number if port is not None else free_port()
-        address = f"http://127.0.0.1:{own}"
-        command = command_line(plan.spec, plan.installation, number, own)
+        port = int(str(first_port)) + number if first_port is not None else free_port()
+        address = f"http://127.0.0.1:{port}"
+        command = command_line(plan.spec, plan.installation, number, port)
         process = ServerProcess(command, plan.installation.environment, logs / f"engine{number}.log", address)
         members.append(Member(_engine(address, plan), process))
     return Fleet(members, patience_s=plan.patience_s)
 
 
-def on_cards(plan: ServerPlan) -> bool:
-    """Our servers run on GPUs of this machine."""
+def on_gpus(plan: ServerPlan) -> bool:
+    """Whether our servers run on GPUs of this machine."""
     return plan.spec is not None and bool(gpus())
 
 
@@ -151,12 +152,13 @@ def _engine(address: str, plan: ServerPlan) -> SGLangEngine:
 
 
 def _address(text: str) -> str:
-    whole = text if "://" in text else f"http://{text}"
+    """HOST:PORT or a URL as a URL without a path."""
+    url = text if "://" in text else f"http://{text}"
     try:
-        parts = urlsplit(whole)
+        parts = urlsplit(url)
         complete = parts.hostname and parts.port and parts.path in ("", "/")
-    except ValueError:  # its port, or a bracket
+    except ValueError:  # an invalid port or bracket
         complete = False
     if not complete:
         raise ConfigError(f"--rollout-external-engine-addrs takes HOST:PORT, found {text!r}")
-    return whole.rstrip("/")
+    return url.rstrip("/")

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's compiled kernels on a CPU that they are not built for. SGLang imports some names at its top level that only
+"""Replaces SGLang's compiled kernels on a CPU for which they are not built. SGLang imports names at its top level that only
 speculative decoding calls; everything else has a fallback in PyTorch. So every name exists here, and fails when it is called.
 """
 
