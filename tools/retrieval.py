@@ -1,7 +1,7 @@
-"""Retrievers: questions in, passages out. BM25 in this process, dense vectors in this process, or a Search-R1 server over HTTP.
+"""Retrievers, which return passages for queries: BM25 or dense vectors in this process, or a Search-R1 server over HTTP.
 
-All of them satisfy `Retriever`. They are plain objects and no tools; `agentrl.envs.search_r1` wraps one. The lines of a corpus file and
-the HTTP messages are those of Search-R1 (https://github.com/PeterGriffinJin/Search-R1), so its servers and its corpora can be used.
+They implement `Retriever`. They are not tools; the environment `agentrl.envs.search_r1` wraps one in a tool. Corpus files and HTTP messages
+have the format of Search-R1 (https://github.com/PeterGriffinJin/Search-R1), so its servers and corpora can be used.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _IMPORT = threading.Lock()
 
 
 class Retriever(Protocol):
-    """What answers searches; must be safe to call from several threads."""
+    """Searches a corpus. `search` must be thread-safe."""
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """At most `k` passages for each query, the best first."""
+        """Return at most `k` passages for each query, the best first."""
         ...
 
 
-def show(found: Sequence[Passage], *, max_chars: int | None = None) -> str:
-    """Passages as a policy reads them: a list, one line each, cut to `max_chars` characters."""
-    return "\n".join(f"- {' '.join(p.contents.split())[:max_chars]}" for p in found)
+def show(passages: Sequence[Passage], *, max_chars: int | None = None) -> str:
+    """Return passages as a policy reads them: a list with one line each, truncated to `max_chars` characters."""
+    return "\n".join(f"- {' '.join(p.contents.split())[:max_chars]}" for p in passages)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of Search-R1's layout, a quoted title on the first line; without a second line the title is empty."""
+    """Return title and text of contents in Search-R1's layout, a quoted title on the first line. A single line has no title."""
     title, newline, text = contents.partition("\n")
     return (title.strip().strip('"'), text.strip()) if newline else ("", contents.strip())
 
 
 def load_corpus(path: str | Path) -> list[Passage]:
-    """Read a JSONL corpus of {"id", "contents"}, the contents as `split_contents` takes them; blank lines are skipped."""
+    """Read a JSONL corpus of {"id", "contents"}, with contents in the layout of `split_contents`. Blank lines are skipped."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # only this ends a line of JSONL
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: in JSONL only this ends a line
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read as a UTF-8 corpus file: {e}") from e
     corpus: list[Passage] = []
@@ -75,10 +75,10 @@ def load_corpus(path: str | Path) -> list[Passage]:
 
 
 class BM25Retriever:
-    """Okapi BM25 by bm25s, the index in memory; passages with equal scores come in the order of the corpus."""
+    """Okapi BM25 by bm25s, with the index in memory. Passages with equal scores keep the order of the corpus."""
 
     def __init__(self, corpus: Sequence[Passage]) -> None:
-        """Index `corpus` (a second for 30,000 passages)."""
+        """Index `corpus`, which takes a second for 30,000 passages."""
         if not corpus:
             raise DataError("BM25Retriever: the corpus is empty; expected at least one passage")
         bm25s = _bm25s()
@@ -89,30 +89,30 @@ class BM25Retriever:
         self._index.index(self._tokenize(texts, stopwords=None, show_progress=False), show_progress=False)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """The `k` best passages of each query; fewer where fewer share a word with it."""
+        """Return the `k` best passages of each query; fewer if fewer share a word with it."""
         import numpy as np
 
         _check_k(k)
-        found: list[list[Passage]] = []
+        results: list[list[Passage]] = []
         for query in queries:
             words = self._tokenize([query], stopwords=None, return_ids=False, show_progress=False, allow_empty=False)[0]
-            words = [w for w in words if w and w in self._index.vocab_dict]  # bm25s knows a word "" without a column
+            words = [w for w in words if w and w in self._index.vocab_dict]  # bm25s has a word "" without a column
             if not words:
-                found.append([])
+                results.append([])
                 continue
             scores = self._index.get_scores(words)
             matching = np.flatnonzero(scores)
             if len(matching) > k:
                 matching = matching[scores[matching] >= np.partition(scores[matching], -k)[-k]]
             order = matching[np.argsort(-scores[matching], kind="stable")][:k]
-            found.append([self._corpus[i] for i in order.tolist()])
-        return found
+            results.append([self._corpus[i] for i in order.tolist()])
+        return results
 
 
 def _bm25s() -> Any:
-    """bm25s without JAX, which it would start at its import: in every process that searches, on the card that engine and trainer need."""
+    """Import bm25s without JAX. Its import would start JAX in every process that searches, on the GPU that engine and trainer need."""
     with _IMPORT:
-        if "bm25s" in sys.modules or "jax" in sys.modules:  # it is too late, or the user's own choice
+        if "bm25s" in sys.modules or "jax" in sys.modules:  # already imported, perhaps by the user
             return importlib.import_module("bm25s")
         sys.modules["jax"] = None  # type: ignore[assignment]  # an import of it raises ImportError
         try:
@@ -122,12 +122,10 @@ def _bm25s() -> Any:
 
 
 class DenseRetriever:
-    """Inner product of MiniLM sentence vectors, searched exactly by faiss; needs the extra packages named in its error."""
+    """Inner product of MiniLM sentence vectors, with an exact search by faiss. Its error names the packages that it needs."""
 
     def __init__(self, corpus: Sequence[Passage], *, batch_size: int = 256, cache: Path | None = None) -> None:
-        """Embed `corpus`, which takes minutes on a CPU for 30,000 passages; a corpus that was embedded before is read from the folder `cache`
-        (default: ~/.cache/agentrl).
-        """
+        """Embed `corpus`, which takes minutes on a CPU for 30,000 passages. The vectors are cached in `cache` (default: ~/.cache/agentrl)."""
         if not corpus:
             raise DataError("DenseRetriever: the corpus is empty; expected at least one passage")
         try:
@@ -165,7 +163,7 @@ class DenseRetriever:
         )
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """The `k` nearest passages of each query."""
+        """Return the `k` nearest passages of each query."""
         _check_k(k)
         if not queries:
             return []
@@ -174,12 +172,12 @@ class DenseRetriever:
 
 
 class HTTPRetriever:
-    """A Search-R1 retrieval server: POST {"queries", "topk", "return_scores"} to its `/retrieve`."""
+    """The client of a Search-R1 retrieval server: POST {"queries", "topk", "return_scores"} to its `/retrieve`."""
 
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
-        """`url` is the whole address, such as http://127.0.0.1:8000/retrieve.
+        """Create a client for `url`, such as http://127.0.0.1:8000/retrieve.
 
-        `timeout_s` must be less than that of the tool that searches: what runs out of a tool's time is told to the policy.
+        `timeout_s` must be less than that of the tool that searches: a timeout of the tool is reported to the policy.
         """
         import httpx
 
@@ -188,7 +186,7 @@ class HTTPRetriever:
         self._url, self._client = url, httpx.Client(timeout=timeout_s)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """The server's answer; whatever keeps it from answering well is an `InfraError`."""
+        """Return the server's passages. Any failure of the server is an `InfraError`."""
         import httpx
 
         _check_k(k)
@@ -216,7 +214,7 @@ class HTTPRetriever:
 
 
 def _passage(item: dict[str, Any]) -> Passage:
-    """One entry of a server's answer; without scores the document stands there alone."""
+    """Return an entry of a server's response. Without scores the entry is the document itself."""
     document = item.get("document", item)
     return Passage(str(document.get("id", "")), *split_contents(document["contents"]))
 
