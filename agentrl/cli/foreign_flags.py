@@ -22,7 +22,7 @@ REFUSED = {
     "custom-generate-function-path": "write an Env and give --env file.py:Class",
     "custom-rm-path": "write a function with @reward and give --reward file.py:function",
     "group-rm": "mark the reward itself: @reward(group=True)",
-    "rm-type": "name a reward: --reward em",
+    "rm-type": "name a reward, such as --reward em",
     "use-fault-tolerance": "failed episodes are always retried (--max-retries), and a stopped run continues with --resume",
     "streaming-data": "data files are read whole",
     "num-data-workers": "data files are read whole",

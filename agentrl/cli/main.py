@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -51,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
-        raise ConfigError(message)
+        missing = re.sub(r"argument (.*): expected (.*) argument", r"\1 takes \2 value, found none", message)
+        raise ConfigError(missing)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

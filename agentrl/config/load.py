@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,9 @@ def _sentence(cls: type, error: ErrorDetails) -> str:
     name, *inner = error["loc"]
     info = field_infos(cls)[str(name)]
     found = error["input"]
+    reason: Sequence[str] = ()
     if error["type"] == "value_error":
-        must = str(error["ctx"]["error"])
+        must, *reason = error["ctx"]["error"].args
     elif error["type"] == "finite_number":
         must = "must be a finite number"
     elif error["type"].startswith(("greater", "less")):
@@ -103,4 +104,4 @@ def _sentence(cls: type, error: ErrorDetails) -> str:
     else:
         must = f"must be {'a list of text' if inner else describe_type(info.annotation)}"
         found = repr(found)
-    return f"--{str(name).replace('_', '-')} {must}, found {found}"
+    return ": ".join([f"--{str(name).replace('_', '-')} {must}, found {found}", *reason])

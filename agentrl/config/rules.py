@@ -68,7 +68,9 @@ def _check_engine(config: Config) -> None:
 
 def _check_eval_data(pairs: tuple[str, ...]) -> None:
     if len(pairs) % 2:
-        raise ConfigError(f"--eval-prompt-data takes pairs of NAME and PATH, found {len(pairs)} values")
+        raise ConfigError(
+            f"--eval-prompt-data takes pairs of NAME and PATH, found an odd number of values: {len(pairs)}"
+        )
     names = pairs[::2]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--eval-prompt-data has two sets with the name {repeated[0]!r}; give each set its own name")

@@ -20,7 +20,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=
 
 def _temperature(value: float) -> float:
     if value <= 0:
-        raise ValueError("must be above 0 for training, because greedy sampling has no distribution to learn from")
+        raise ValueError("must be above 0", "greedy sampling has no distribution to learn from")
     return value
 
 
@@ -32,10 +32,7 @@ def _top_k(value: int) -> int:
 
 def _chat_template(value: bool) -> bool:
     if not value:
-        raise ValueError(
-            "must be true, because prompts always use the model's chat template; "
-            "to add nothing, give the model a template that adds nothing"
-        )
+        raise ValueError("must be true", "to add nothing to prompts, give the model a template that adds nothing")
     return value
 
 

@@ -2,10 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
+from conftest import QWEN3, TEMPLATE
 from doubles import FakeEngine
-from safetensors.numpy import save_file
 
 from agentrl.cli.foreign_flags import REFUSED
 from agentrl.cli.main import main, make_parser
@@ -14,21 +13,6 @@ from agentrl.config import FIELDS
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-QWEN3 = {
-    "model_type": "qwen3",
-    "max_position_embeddings": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 300,
-}
 SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
 --hf-checkpoint --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
 --num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout
@@ -40,30 +24,6 @@ SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus 
 --group-rm --rm-type --max-turns --use-fault-tolerance --recompute-activations --sequence-parallel
 --num-data-workers --streaming-data --lr --seed --debug-rollout-only --debug-train-only --save-debug-rollout-data
 --load-debug-rollout-data""".split()
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def model(here):
-    """A folder with a tokenizer, a config and a file of weights, enough for everything that is checked before the weights are read."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    folder = here / "model"
-    folder.mkdir()
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(QWEN3))
-    save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
 
 
 def refused(capsys, *words):
@@ -140,7 +100,7 @@ def test_a_yes_or_no_flag_before_other_words(here, capsys):
 
 
 def test_a_flag_without_its_value(here, capsys):
-    assert "agentrl train: argument --num-rollout: expected one argument" in refused(capsys, "train", "--num-rollout")
+    assert "agentrl train: --num-rollout takes one value, found none" in refused(capsys, "train", "--num-rollout")
 
 
 def test_unknown_command_suggests(capsys):

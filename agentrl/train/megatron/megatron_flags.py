@@ -1,14 +1,17 @@
-"""Megatron's settings as command-line flags, by Megatron's own names, read from megatron-core's source without importing it (that takes seconds).
+"""Megatron's settings as flags, under Megatron's names.
 
-A flag is a field of TransformerConfig (with ModelParallelConfig, its base), OptimizerConfig or DistributedDataParallelConfig, spelled with dashes.
-`ALIASES` adds the names by which users of Megatron-LM's arguments.py know some of them; `OURS` says which of our own flags stands for a
-setting that the trainer decides itself.
+A flag is a field of TransformerConfig (with its base, ModelParallelConfig), OptimizerConfig or DistributedDataParallelConfig. `ALIASES` adds
+names from Megatron-LM's arguments.py, and `OURS` names the fields that the trainer decides itself.
+
+The fields are read from megatron-core's source, because importing it takes six seconds (torch alone: 1.5) and every run with Megatron
+settings needs them, to refuse a wrong one before anything starts.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,42 +21,50 @@ from typing import Any
 from agentrl.errors import ConfigError, suggest
 
 _CLASSES = (
-    ("model_parallel_config.py", "ModelParallelConfig"),
-    ("transformer/transformer_config.py", "TransformerConfig"),
-    ("optimizer/optimizer_config.py", "OptimizerConfig"),
-    ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+    ("model_parallel_config.py", "ModelParallelConfig", "TransformerConfig"),
+    ("transformer/transformer_config.py", "TransformerConfig", "TransformerConfig"),
+    ("optimizer/optimizer_config.py", "OptimizerConfig", "OptimizerConfig"),
+    (
+        "distributed/distributed_data_parallel_config.py",
+        "DistributedDataParallelConfig",
+        "DistributedDataParallelConfig",
+    ),
 )
-_SIMPLE = {"int": int, "float": float, "bool": bool, "str": str}
+"""File, class, and the dataclass that is constructed with its fields."""
+_TYPES: dict[str, type] = {"str": str, "float": float, "int": int, "bool": bool}
+"""Types that a flag can have; of several in a union, the first one here."""
+_LISTS = {"list", "List", "tuple", "Tuple"}
+_NOT_TYPES = {"Optional", "Union", "Literal", "None", "typing"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSpec:
     """One flag."""
 
     name: str
-    """tensor-model-parallel-size, without the dashes before it"""
+    """Without the dashes before it: tensor-model-parallel-size."""
     field: str
-    """that it sets"""
+    """The field that the flag sets."""
     type: type
-    """int, float, bool or str; of the elements, where `many`"""
+    """int, float, bool or str; of the elements, if `many`."""
     owners: tuple[str, ...]
-    """the dataclasses that have the field"""
+    """The dataclasses that have the field."""
     default: Any = None
-    """megatron-core's own; None where it has none or computes it"""
+    """megatron-core's default; None if it has none or computes it."""
     choices: tuple[str, ...] = ()
-    """the values allowed; empty: any"""
+    """The allowed values; empty: any."""
     many: bool = False
-    """takes several values"""
+    """Whether the flag takes several values."""
     fixed: Any = None
-    """what the bare flag sets the field to; None: the flag takes a value"""
+    """What the flag sets without a value; None: it takes a value."""
     help: str = ""
-    """megatron-core's own words"""
+    """megatron-core's description."""
 
     def parse(self, words: Sequence[str]) -> tuple[str, Any]:
-        """Field and value of the flag, given the words after it.
+        """Field and value of the flag, from the words after it.
 
         Raises:
-            ConfigError: too few, too many, or not of its type.
+            ConfigError: Too few words, too many, or not of its type.
         """
         if self.fixed is not None:
             if words:
@@ -94,7 +105,7 @@ ALIASES: Mapping[str, tuple[str, Any]] = {
     "decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", None),
     "decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", None),
 }
-"""flags of Megatron-LM that are not spelled as a field: the field and what the bare flag sets it to (None: it takes a value)"""
+"""Flags of Megatron-LM that are not named like a field: the field, and the value that the flag sets (None: the flag takes a value)."""
 
 OURS: Mapping[str, str] = {
     "bf16": "the trainer's dtype",
@@ -103,111 +114,84 @@ OURS: Mapping[str, str] = {
     "pipeline_dtype": "the trainer's dtype",
     "lr": "the learning rate of the run",
     "min_lr": "the learning rate of the run",
-    "calculate_per_token_loss": "nothing: losses are always plain sums",
-    "variable_seq_lengths": "nothing: micro-batches always have lengths of their own",
-    "perform_initialization": "nothing: all weights are read",
+    "calculate_per_token_loss": "nothing; losses are always plain sums",
+    "variable_seq_lengths": "nothing; each micro-batch has its own length",
+    "perform_initialization": "nothing; all weights are loaded from the model",
     "timers": "nothing",
     "config_logger_dir": "nothing",
 }
-"""fields that are no flags, and what decides them instead"""
+"""Fields that are not flags, and what decides them."""
 
 
 @cache
 def megatron_flags() -> Mapping[str, FlagSpec]:
-    """All accepted flags by name, without the dashes before them; aliases and, for switches, negations (no-…) included.
+    """All accepted flags by name without dashes, with aliases and the negations (no-…) of switches.
 
     Raises:
-        ConfigError: megatron-core is not installed, or does not look as expected.
+        ConfigError: megatron-core is not installed, or this version has other classes.
     """
     fields: dict[str, FlagSpec] = {}
-    for owner, spec in _fields():
-        known = fields.get(spec.field, spec)
-        fields[spec.field] = replace(known, owners=(*known.owners, owner))
+    for spec in _read_fields():
+        known = fields.get(spec.field)
+        fields[spec.field] = replace(known, owners=known.owners + spec.owners) if known else spec
     flags: dict[str, FlagSpec] = {}
     for spec in fields.values():
-        on = replace(spec, fixed=True) if spec.type is bool else spec
-        flags[spec.name] = on
+        flags[spec.name] = spec
         if spec.type is bool:
-            flags["no-" + spec.name] = replace(on, name="no-" + spec.name, fixed=False)
+            flags[spec.name] = replace(spec, fixed=True)
+            flags[f"no-{spec.name}"] = replace(spec, name=f"no-{spec.name}", fixed=False)
     for name, (field, fixed) in ALIASES.items():
-        spec = fields[field]
-        text = spec.help if fixed is None else f"Sets {field} to {fixed!r}. {spec.help}"
-        flags[name] = replace(spec, name=name, fixed=fixed, help=text)
+        text = fields[field].help if fixed is None else f"Sets {field} to {fixed!r}. {fields[field].help}"
+        flags[name] = replace(fields[field], name=name, fixed=fixed, help=text)
     return flags
 
 
-def _folder() -> Path:
-    spec = importlib.util.find_spec("megatron")
-    for place in spec.submodule_search_locations or () if spec else ():
-        if (Path(place) / "core" / "model_parallel_config.py").is_file():
-            return Path(place) / "core"
-    raise ConfigError("Megatron's flags need megatron-core, which is not installed; install agentrl[train]")
-
-
-def _fields() -> Iterator[tuple[str, FlagSpec]]:
-    """Every settable field, with the dataclass it is from."""
-    for file, name in _CLASSES:
-        tree = ast.parse((_folder() / file).read_text())
-        body = next((n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+def _read_fields() -> Iterator[FlagSpec]:
+    """Each field that a flag can set, once for each class that has it."""
+    core = _core_folder()
+    for file, name, owner in _CLASSES:
+        module = ast.parse((core / file).read_text())
+        body = next((n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == name), None)
         if body is None:
             raise ConfigError(f"megatron-core's {file} has no class {name}; this version is not supported")
-        owner = "TransformerConfig" if name == "ModelParallelConfig" else name
-        for i, node in enumerate(body):
-            if (
-                isinstance(node, ast.AnnAssign)
-                and isinstance(node.target, ast.Name)
-                and not node.target.id.startswith("_")
-            ):
-                after = body[i + 1] if i + 1 < len(body) else None
-                spec = (
-                    None if node.target.id in OURS else _spec(node.target.id, node.annotation, node.value, _doc(after))
-                )
-                if spec:
-                    yield owner, spec
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            field = node.target.id
+            annotation = ast.unparse(node.annotation)
+            words = set(re.findall(r"[\w.]+", re.sub(r"'[^']*'", "str", annotation)))
+            allowed = words - _NOT_TYPES - _LISTS
+            if field.startswith("_") or field in OURS or not allowed or not allowed <= _TYPES.keys():
+                continue  # private, decided by the trainer, or a function, a torch type or an object
+            yield FlagSpec(
+                name=field.replace("_", "-"),
+                field=field,
+                type=next(kind for word, kind in _TYPES.items() if word in allowed),
+                owners=(owner,),
+                default=_default(node.value),
+                choices=tuple(re.findall(r"'([^']*)'", annotation)),
+                many=bool(words & _LISTS),
+                help=_docstring(after),
+            )
 
 
-def _doc(node: ast.stmt | None) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return " ".join(node.value.value.split())
-    return ""
-
-
-def _spec(field: str, annotation: ast.expr, value: ast.expr | None, text: str) -> FlagSpec | None:
-    """None for what no flag can hold: functions, torch types, objects."""
-    kinds, choices, many = _read(annotation)
-    kinds -= {"None"}
-    if not kinds or not kinds <= set(_SIMPLE):
-        return None
-    kind = next(_SIMPLE[k] for k in ("float", "int", "bool", "str") if k in kinds)
-    if "str" in kinds:
-        kind = str
-    return FlagSpec(field.replace("_", "-"), field, kind, (), _default(value), choices, many, help=text)
+def _core_folder() -> Path:
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (Path(folder) / "core" / "model_parallel_config.py").is_file():
+            return Path(folder) / "core"
+    raise ConfigError("Megatron's flags need megatron-core, which is not installed; install agentrl[train]")
 
 
 def _default(value: ast.expr | None) -> Any:
     if isinstance(value, ast.Call):  # dataclasses.field(default=…)
         value = next((k.value for k in value.keywords if k.arg == "default"), None)
     try:
-        return None if value is None else ast.literal_eval(value)
+        return ast.literal_eval(value) if value is not None else None
     except ValueError:
         return None
 
 
-def _read(node: ast.expr) -> tuple[set[str], tuple[str, ...], bool]:
-    """The plain types that an annotation allows, the literals, and whether it allows a list."""
-    if isinstance(node, ast.Subscript):
-        head, inner = ast.unparse(node.value).rpartition(".")[2], node.slice
-        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-        if head == "Literal":
-            return {"str"}, tuple(str(ast.literal_eval(p)) for p in parts), False
-        read = [_read(p) for p in parts]
-        kinds = set().union(*(r[0] for r in read))
-        return (
-            kinds,
-            sum((r[1] for r in read), ()),
-            head in ("List", "list", "Tuple", "tuple") or any(r[2] for r in read),
-        )
-    if isinstance(node, ast.BinOp):
-        left, right = _read(node.left), _read(node.right)
-        return left[0] | right[0], left[1] + right[1], left[2] or right[2]
-    return {ast.unparse(node)}, (), False
+def _docstring(node: ast.stmt | None) -> str:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return " ".join(str(node.value.value).split()) if is_text else ""  # type: ignore[union-attr]

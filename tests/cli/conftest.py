@@ -1,0 +1,47 @@
+"""An empty working directory, and a model folder in it."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = {
+    "model_type": "qwen3",
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(here):
+    """A folder with a tokenizer, a config and a file of weights, enough for everything that is checked before the weights are read."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    folder = here / "model"
+    folder.mkdir()
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
