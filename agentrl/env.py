@@ -158,8 +158,8 @@ def tool_messages(action: Action) -> list[Message]:
     return messages
 
 
-def is_plain(make: Callable[[], Env], env_class: type[Env]) -> bool:
-    """Making the environment runs no constructor of a user's, which might block."""
+def constructor_is_trivial(make: Callable[[], Env], env_class: type[Env]) -> bool:
+    """True if creating the environment runs no user code, which could block."""
     cls = make.func if isinstance(make, partial) and not make.args and not make.keywords else make
     constructs = any(vars(c).keys() & {"__init__", "__new__"} for c in env_class.__mro__[:-1])
     return cls is env_class and not constructs

@@ -18,7 +18,7 @@ from typing import Any, overload
 
 from agentrl.core.name_syntax import split_weight
 from agentrl.core.registry import Registry
-from agentrl.core.timeout_pool import Pool
+from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.errors import ConfigError, ContractError, RewardFailure, boundary
 from agentrl.types import Trajectory
 
@@ -106,7 +106,7 @@ class Scorer:
     def __init__(self, rewards: Sequence[Reward], threads: int = 8) -> None:
         self.single = tuple(r for r in rewards if not r.group)
         self.group = tuple(r for r in rewards if r.group)
-        self.pool = Pool("reward", threads=threads)
+        self.pool = TimeoutPool("reward", threads=threads)
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the components of all single rewards.

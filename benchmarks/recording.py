@@ -34,6 +34,7 @@ from agentrl.engine.base import SamplingParams
 from agentrl.engine.scripted import ScriptedEngine, ScriptedRequest
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, encode, read_episodes, to_record
@@ -74,11 +75,12 @@ def make_runner(renderer: Renderer, turns: int) -> EpisodeRunner:
         return ids
 
     return EpisodeRunner(
-        Search,
-        Search,
-        ScriptedEngine(say, end_id=_ASSETS.end_id),
-        renderer,
-        Scorer(resolve_rewards(Search.rewards)),
+        make_env=Search,
+        env_class=Search,
+        engine=ScriptedEngine(say, end_id=_ASSETS.end_id),
+        renderer=renderer,
+        scorer=Scorer(resolve_rewards(Search.rewards)),
+        pools=ThreadPools(Search),
         limits=Limits(max_turns=turns + 1, max_response_tokens=100_000, context_length=131_072),
         sampling=SamplingParams(max_new_tokens=1024),
         seed=0,

@@ -18,6 +18,7 @@ from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsM
 from agentrl.env import Env
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.types import (
     EpisodeSpec,
@@ -168,14 +169,15 @@ def make_runner(
     """`engine` may be a script."""
     engine = engine if hasattr(engine, "generate") else FakeGenerator(renderer, engine)
     return EpisodeRunner(
-        functools.partial(env, **(env_args or {})),
-        env,
-        engine,
-        renderer,
-        Scorer(resolve_rewards(rewards)),
+        make_env=functools.partial(env, **(env_args or {})),
+        env_class=env,
+        engine=engine,
+        renderer=renderer,
+        scorer=Scorer(resolve_rewards(rewards)),
         limits=Limits(**{"context_length": 4096, "max_response_tokens": 2048, **limits}),
         sampling=SamplingParams(max_new_tokens=1, temperature=temperature),
         seed=seed,
+        pools=ThreadPools(env),
     )
 
 

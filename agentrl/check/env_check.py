@@ -18,11 +18,12 @@ from typing import Any
 from agentrl.check.findings import Findings, Report
 from agentrl.check.instrumented_env import TIMEOUT_S, instrument
 from agentrl.check.scripted_policies import Policy, make_tiny_renderer
-from agentrl.core.timeout_pool import Pool
+from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.engine.base import SamplingParams
 from agentrl.env import Env
 from agentrl.errors import ConfigError, RewardFailure, UsageError
 from agentrl.reward import Reward, Scorer, resolve_rewards
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.tool import ToolSpec
 from agentrl.types import EpisodeSpec, Status, StopReason, Task, Trajectory
@@ -108,7 +109,15 @@ class _Player:
         engine = Policy(self.renderer, self.tools, {s.episode_id: s for s in specs}).engine()
         sampling = SamplingParams(max_new_tokens=1)
         runner = EpisodeRunner(
-            self.make, self.env, engine, self.renderer, scorer, limits=_LIMITS, sampling=sampling, seed=self.seed
+            make_env=self.make,
+            env_class=self.env,
+            engine=engine,
+            renderer=self.renderer,
+            scorer=scorer,
+            limits=_LIMITS,
+            sampling=sampling,
+            seed=self.seed,
+            pools=ThreadPools(self.env),
         )
         slots = asyncio.Semaphore(concurrency)
 
@@ -133,7 +142,7 @@ class _Player:
 async def _own_tasks(env_class: type[Env], findings: Findings) -> list[Task]:
     """Return the environment's tasks of both splits; generated ones if it has none."""
     tasks: list[Task] = []
-    pool = Pool("check")
+    pool = TimeoutPool("check")
     for split in ("train", "test"):
         where = f"tasks({split!r})"
         try:
@@ -189,7 +198,7 @@ def _resolved_rewards(env_class: type[Env], findings: Findings) -> tuple[Reward,
 
 async def _tool_specs(env_class: type[Env], args: dict[str, Any], findings: Findings) -> list[ToolSpec] | None:
     """Return the tools of an instance; None if no instance can be created."""
-    pool = Pool("check")
+    pool = TimeoutPool("check")
     try:
         env = await pool.call(env_class, timeout_s=_SETUP_TIMEOUT_S, **args)
         specs: list[ToolSpec] = env.tool_specs()

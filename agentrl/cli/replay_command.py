@@ -14,7 +14,7 @@ import orjson
 from agentrl.cli.common import Commands, add_recorded, chosen_entries, print_note, runner_of
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
-from agentrl.replay.parallel_replay import Work, replay_entries
+from agentrl.replay.parallel_replay import ReplayJob, replay_entries
 from agentrl.replay.playback import EveryTool
 from agentrl.replay.replayer import Tally
 from agentrl.run.components import Components
@@ -64,7 +64,7 @@ def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     started = time.perf_counter()
     components.make_env()  # loads what its class shares, such as a corpus, before the processes fork
     tally = Tally()
-    tally.add(replay_entries(Work(recording, partial(runner_of, components), live), entries, args.workers))
+    tally.add(replay_entries(ReplayJob(recording, partial(runner_of, components), live), entries, args.workers))
     seconds = time.perf_counter() - started
     original = rollout_seconds(args.recorded)
     compared = f"; the run spent {original:.1f} s on rollouts and evaluations" if original else ""

@@ -1,7 +1,7 @@
-"""Images in messages, as episodes carry them: by the hash of their pixels, the pixels as a PNG.
+"""Images in messages. An episode holds each as an `Image`: a PNG, identified by the hash of its pixels.
 
-Users put PIL images, encoded bytes or data URLs into the parts of a content, never a path or an address, which a tool's output could
-choose. The runner turns each into an `Image` before anything else sees it; what comes back from the record is an `Image` too.
+Users put PIL images, encoded bytes or data URLs into the parts of a content. Paths and web addresses are refused, since a tool's output
+could choose them. The runner converts each image to an `Image` before anything else reads it; records return `Image` objects too.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 
 from agentrl.errors import ContractError, StoreError
 
-_KEPT = 256
-_known: OrderedDict[bytes, Image] = OrderedDict()
-"""images by the hash of the bytes that they came as: the members of a group share a task's"""
+_CACHE_SIZE = 256
+_cache: OrderedDict[bytes, Image] = OrderedDict()
+"""images by the hash of their encoded bytes; the members of a group share a task's images"""
 
 
 class Image:
-    """One image. Equal to another of the same pixels."""
+    """One image. Two images of the same size and pixels are equal."""
 
     __slots__ = ("_source", "sha256")
 
     def __init__(self, sha256: str, source: bytes | Path | None) -> None:
-        """`sha256`: of its size and RGB pixels; `source`: a PNG of them, where one lies, or None: it was recorded, but not here."""
+        """`sha256`: of its size and RGB pixels; `source`: the PNG, or its file, or None where only the hash is known."""
         self.sha256 = sha256
         self._source = source
 
     @property
     def png(self) -> bytes:
-        """As a PNG.
+        """The image as a PNG.
 
         Raises:
-            StoreError: it lies in a file that is gone.
+            StoreError: its file cannot be read.
         """
         if isinstance(self._source, bytes):
             return self._source
@@ -57,11 +57,11 @@ class Image:
 
     @property
     def url(self) -> str:
-        """As a data URL."""
+        """The image as a data URL."""
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
     def open(self) -> Any:
-        """As a PIL image in RGB."""
+        """The image as a PIL image in RGB."""
         from PIL import Image as Pil
 
         return Pil.open(io.BytesIO(self.png)).convert("RGB")
@@ -78,23 +78,24 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image in a segment: the tokens that stand for it."""
+    """An image in a segment, and the placeholder tokens that stand for it."""
 
     image: Image
     at: int
-    """index in the segment of the first"""
+    """index of its first placeholder in the segment"""
     tokens: int
+    """number of placeholders"""
 
 
 def is_image(value: Any) -> bool:
-    """A part of a content that is an image."""
+    """True if this part of a content is an image."""
     return isinstance(value, (dict, Mapping)) and (
         value.get("type") in ("image", "image_url") or "image" in value or "image_url" in value
     )
 
 
 def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The parts of contents that are images."""
+    """The image parts of the messages' contents."""
     for m in messages:
         if isinstance(m.get("content"), (list, tuple)):
             yield from (p for p in m["content"] if is_image(p))
@@ -104,32 +105,31 @@ def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Image]:
     """The images in messages, in order.
 
     Raises:
-        ContractError: an image that is none.
+        ContractError: a part does not hold a readable image.
     """
     return [as_image(p) for p in image_parts(messages)]
 
 
-async def carry(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with every image as an `Image`; off the event loop, since reading images takes time.
+async def load_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with every image as an `Image`, read in a thread, since decoding takes time.
 
     Raises:
-        ContractError: an image that is none.
+        ContractError: a part does not hold a readable image.
     """
     if next(image_parts(messages), None) is None:
         return list(messages)
-    return await asyncio.to_thread(carried, messages)
+    return await asyncio.to_thread(_load_all, messages)
 
 
-def carried(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """See `carry`."""
+def _load_all(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {**m, "content": carried_parts(m["content"])} if isinstance(m.get("content"), (list, tuple)) else m
+        {**m, "content": load_parts(m["content"])} if isinstance(m.get("content"), (list, tuple)) else m
         for m in messages
     ]
 
 
-def carried_parts(parts: Iterable[Any]) -> list[Any]:
-    """The parts of one content, likewise."""
+def load_parts(parts: Iterable[Any]) -> list[Any]:
+    """The parts of one content with every image as an `Image`."""
     return [
         {**{k: v for k, v in p.items() if k != "image_url"}, "type": "image", "image": as_image(p)}
         if is_image(p)
@@ -139,7 +139,7 @@ def carried_parts(parts: Iterable[Any]) -> list[Any]:
 
 
 def parts_of(value: Any) -> list[Any] | None:
-    """What a tool returned as parts of a content, if it is an image or a list of text and image parts; else None."""
+    """A tool's value as parts of a content, if it is an image or a list of text and image parts; else None."""
     if isinstance(value, Image) or _is_pil(value):
         return [{"type": "image", "image": value}]
     if not isinstance(value, (list, tuple)) or not all(
@@ -153,7 +153,7 @@ def as_image(part: Mapping[str, Any]) -> Image:
     """The image of a part.
 
     Raises:
-        ContractError: it is none.
+        ContractError: the part does not hold a readable image.
     """
     value = part.get("image", part.get("image_url"))
     value = value.get("url") if isinstance(value, Mapping) else value
@@ -178,16 +178,16 @@ def _of_bytes(encoded: bytes) -> Image:
     from PIL import UnidentifiedImageError
 
     key = hashlib.sha256(encoded).digest()
-    found = _known.get(key)
-    if found is None:
+    image = _cache.get(key)
+    if image is None:
         try:
-            found = _of_pil(Pil.open(io.BytesIO(encoded)))
+            image = _of_pil(Pil.open(io.BytesIO(encoded)))
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Pil.DecompressionBombError) as e:
             raise ContractError(f"an image in a message cannot be read: {e}") from e
-        _known[key] = found
-        while len(_known) > _KEPT:
-            _known.popitem(last=False)
-    return found
+        _cache[key] = image
+        while len(_cache) > _CACHE_SIZE:
+            _cache.popitem(last=False)
+    return image
 
 
 def _of_pil(image: Any) -> Image:
@@ -199,5 +199,5 @@ def _of_pil(image: Any) -> Image:
 
 
 def _is_pil(value: Any) -> bool:
-    """Asked without importing PIL, which only those need who have such an image."""
+    """True for a PIL image; checked by name, so that PIL is imported only where it is used."""
     return any(c.__module__ == "PIL.Image" and c.__name__ == "Image" for c in type(value).__mro__)

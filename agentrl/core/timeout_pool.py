@@ -1,8 +1,8 @@
-"""Running user code (sync or async) under a time limit without ever blocking the event loop.
+"""Calls of user code, sync or async, under a time limit and without blocking the event loop.
 
-Async functions run as tasks, sync ones in a bounded pool of threads of their own. Neither can be made to stop: a thread cannot be killed,
-a coroutine may swallow its cancellation. One that goes on past its time limit is abandoned and counted, and once `max_abandoned` of them
-hang, the pool refuses new work at once instead of piling it up.
+Async functions run as tasks, sync functions in a bounded pool of threads. Neither can be forced to stop: a thread cannot be killed, and a
+coroutine may suppress its cancellation. A call that exceeds its time limit is abandoned and counted. Once `max_abandoned` calls hang, the
+pool refuses new work at once.
 """
 
 from __future__ import annotations
@@ -19,38 +19,41 @@ from typing import Any, TypeVar
 from agentrl.errors import InfraError
 
 CANCEL_GRACE_S = 1.0
-"""how long a cancelled coroutine may take to clean up before it counts as hanging"""
-
-
+"""for the cleanup of a cancelled coroutine, before it counts as hanging"""
 _PURE = "__agentrl_pure__"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def pure(fn: F) -> F:
-    """Mark a quick function that never blocks: it is called directly, without a thread."""
+    """Mark a fast function that never blocks; it is called directly, without a thread."""
     setattr(fn, _PURE, True)
     return fn
 
 
 class PoolExhaustedError(InfraError):
-    """Too many calls hang in this pool; it takes no more."""
+    """Too many calls hang in this pool; it refuses further ones."""
 
 
 class DeadlineError(TimeoutError):
-    """The pool's own time limit ran out (other than a TimeoutError that user code raised)."""
+    """The pool's time limit expired, as opposed to a TimeoutError that user code raised."""
 
 
-class Pool:
-    """At most `threads` sync calls at once; further ones wait, and their time starts when they do. Async calls need no thread.
+class TimeoutPool:
+    """Runs at most `threads` sync calls at a time. Further ones wait; their time limit starts when they do. Async calls need no thread.
 
-    Daemon threads, so a call that never returns does not keep the process alive.
+    The threads are daemons, so a call that never returns does not keep the process alive.
+
+    Args:
+        name: of the threads, and in error messages.
+        threads: sync calls at a time.
+        max_abandoned: hanging calls, before the pool refuses new ones.
     """
 
     def __init__(self, name: str, threads: int = 8, max_abandoned: int = 8) -> None:
         self.name = name
         self.max_abandoned = max_abandoned
         self.abandoned = 0
-        """calls that ran out of time, or were cancelled, and still hang"""
+        """calls that timed out or were cancelled, and have not returned"""
         self._slots = asyncio.Semaphore(threads)
         self._work: SimpleQueue[_Call | None] = SimpleQueue()
         self._idle = 0
@@ -60,8 +63,8 @@ class Pool:
         """Run `fn(*args, **kwargs)`, sync or async, for at most `timeout_s` seconds.
 
         Raises:
-            DeadlineError: it took longer (a TimeoutError).
-            PoolExhaustedError: `max_abandoned` calls hang already.
+            DeadlineError: it took longer; a TimeoutError.
+            PoolExhaustedError: `max_abandoned` calls already hang.
         """
         if getattr(fn, _PURE, False):
             return fn(*args, **kwargs)
@@ -75,7 +78,7 @@ class Pool:
         return await self._wait_for(result, timeout_s) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
-        """Let idle threads end; hanging ones are left behind."""
+        """Let idle threads end; hanging calls are left behind."""
         with self._lock:
             for _ in range(self._idle):
                 self._work.put(None)
@@ -84,11 +87,11 @@ class Pool:
     def _check(self) -> None:
         if self.abandoned >= self.max_abandoned:
             raise PoolExhaustedError(
-                f"{self.name}: {self.abandoned} calls hang past their time limit; no more are taken"
+                f"{self.name}: {self.abandoned} calls hang past their time limit; further calls are refused"
             )
 
     async def _wait_for(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
-        """As asyncio.wait_for, but also when the coroutine swallows its cancellation, cancels itself or calls sys.exit."""
+        """asyncio.wait_for, which also works if the coroutine suppresses its cancellation, cancels itself or calls sys.exit."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         task = loop.create_task(_contained(awaitable, waiter))
@@ -103,7 +106,7 @@ class Pool:
                     task.add_done_callback(self._returned)
         if late:
             if task.done() and not task.cancelled():
-                task.exception()  # seen, so that asyncio does not report it
+                task.exception()  # retrieved, so that asyncio does not log it
             raise DeadlineError(f"{self.name}: took longer than {timeout_s:g} s")
         if task.cancelled():
             raise RuntimeError("the call cancelled itself")
@@ -114,9 +117,9 @@ class Pool:
         if not task.cancelled():
             task.exception()
 
-    def _count(self, n: int) -> None:
+    def _count(self, change: int) -> None:
         with self._lock:
-            self.abandoned += n
+            self.abandoned += change
 
     async def _in_thread(self, work: Callable[[], Any], timeout_s: float | None) -> Any:
         call = _Call(work)
@@ -146,7 +149,7 @@ class Pool:
                 self.abandoned += 1
 
     def _run(self) -> None:
-        """A thread: take calls until told to end, or until one was abandoned (its place was given away)."""
+        """One thread: run calls until None arrives, or until a call was abandoned, whose slot another thread has."""
         while (call := self._work.get()) is not None:
             outcome = call.run()
             with self._lock:
@@ -159,7 +162,7 @@ class Pool:
 
 
 class _Call:
-    """A sync call on its way through a thread. `outcome` holds (value, error), never an exception: asyncio cannot carry every kind."""
+    """A sync call in a thread. `outcome` resolves to (value, error), since a future cannot raise every kind of exception."""
 
     __slots__ = ("_loop", "abandoned", "finished", "outcome", "work")
 
@@ -171,7 +174,7 @@ class _Call:
         self.finished = False
 
     def settle(self, outcome: tuple[Any, Exception | None]) -> None:
-        """Hand the outcome to the event loop, if that still runs."""
+        """Pass the outcome to the event loop, if it still runs."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._set, outcome)
 
@@ -182,7 +185,7 @@ class _Call:
     def run(self) -> tuple[Any, Exception | None]:
         try:
             return self.work(), None
-        except Exception as e:  # noqa: BLE001  handed to whoever awaits, as an Executor does
+        except Exception as e:  # noqa: BLE001  raised in the awaiting task
             return None, e
         except BaseException as e:  # noqa: BLE001  sys.exit in user code must not end the run
             return None, RuntimeError(f"{type(e).__name__}: {e}")
@@ -191,9 +194,9 @@ class _Call:
 async def _settled(
     future: asyncio.Future[Any], timeout_s: float | None, waiter: asyncio.Future[None] | None = None
 ) -> None:
-    """Wait until it is done or the time is up. As asyncio.wait, for one, at half the cost.
+    """Wait until the future is done or the time has expired: asyncio.wait for one future, at half the cost.
 
-    `waiter` is waited for; who makes `future` done may make it done as well, which spares a turn of the event loop.
+    `waiter`: the future that is awaited; code that completes `future` may complete it too, which saves an iteration of the event loop.
     """
     loop = asyncio.get_running_loop()
     waiter = waiter or loop.create_future()
@@ -213,7 +216,7 @@ async def _settled(
 
 
 async def _contained(awaitable: Awaitable[Any], waiter: asyncio.Future[None]) -> Any:
-    """Await it, then wake who waits; sys.exit in user code must not end the run."""
+    """Await it, then complete `waiter`; sys.exit in user code must not end the run."""
     try:
         return await awaitable
     except SystemExit as e:
@@ -224,7 +227,7 @@ async def _contained(awaitable: Awaitable[Any], waiter: asyncio.Future[None]) ->
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
-    """True if calling `fn` gives a coroutine (also for partials, and objects with an async `__call__`)."""
+    """True if calling `fn` returns a coroutine; also for partials, and objects with an async `__call__`."""
     while isinstance(fn, partial):
         fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

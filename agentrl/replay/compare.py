@@ -1,8 +1,8 @@
-"""Where a replayed episode first differs from the recorded one, and why.
+"""The first difference between a recorded episode and its replay, and its cause.
 
-What is compared, in the order in which it happens: the seed; the first prompt; then for each turn what was read from the generation
-(parser), what the tools gave (tool result), what the environment answered (env), whether and why the episode ended (limit, env), and the
-ids that follow (template); at the end the rewards and the environment's state. The first difference is the report; what follows from it is not.
+Compared in the order of events: the seed; the first prompt; for each turn the parsed generation (parser), the tool results (tool result), the
+environment's answer (env), whether and why the episode ended (limit, env), and the ids that follow (template); at the end the rewards and the
+environment's state. Only the first difference is reported, since later ones may follow from it.
 """
 
 from __future__ import annotations
@@ -11,31 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.core.sequences import first_difference
 from agentrl.render.renderer import strip_control
-from agentrl.replay.json_values import (
-    as_text,
-    first_unlike,
-    first_unlike_part,
-    one_begins_the_other,
-    same,
-    strings,
-    tails,
-)
-from agentrl.replay.playback import OUTSIDE, Departure, sampled_span
+from agentrl.replay.json_values import as_text, differ_only_in_length, excerpts, first_unequal_part, same, strings
+from agentrl.replay.playback import EXTERNAL_STOPS, Departure, sampled_span
 from agentrl.types import Status, StopReason, Trajectory, Turn
 
 CAUSES = ("seed", "template", "parser", "tool result", "env", "reward", "limit")
-"""why a replay differs"""
 LIMITS = (
     StopReason.MAX_TURNS,
     StopReason.MAX_TOKENS,
     StopReason.CONTEXT_FULL,
     StopReason.INVALID_ACTION_LIMIT,
 )
-_BEFORE, _AFTER = 6, 24
-"""tokens shown around the first one that differs"""
+_TOKENS_BEFORE, _TOKENS_AFTER = 6, 24
+"""tokens shown around the first that differs"""
 Decode = Callable[[Sequence[int]], str]
-Whole = Callable[[str], str | None]
+ReadOutput = Callable[[str], str | None]
+"""the full output of a tool by its SHA-256, if it was saved"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +38,14 @@ class Divergence:
     cause: str
     """one of CAUSES"""
     what: str
-    """which value, in a few words"""
+    """the value that differs"""
     turn: int
     """-1: before the first generation"""
     segment: int
     token: int
-    """index in the segment of the first token that differs, or of the first that the differing value speaks of"""
+    """index in the segment of the first token that differs, or of the first that the differing value affects"""
     then: str
-    """the recorded side, decoded"""
+    """the recorded value, decoded"""
     today: str
     episode_id: str = ""
 
@@ -70,142 +63,143 @@ def compare(
     today: Trajectory,
     departure: Departure | None,
     decode: Decode,
-    whole: Whole = lambda sha256: None,
+    full_output: ReadOutput = lambda sha256: None,
 ) -> Divergence | None:
-    """The first difference, or None. `departure`: how the replay left the record, if it did; `whole`: outputs of tools by their hash."""
-    found = next(Comparison(then, today, departure, decode, whole).differences(), None)
-    return None if found is None else replace(found, episode_id=then.episode_id)
+    """The first difference, or None.
+
+    Args:
+        then: the recorded episode.
+        today: its replay.
+        departure: how the replay left the record, if it did.
+        decode: ids to text.
+        full_output: reads full outputs of tools.
+    """
+    divergence = next(Comparison(then, today, departure, decode, full_output).differences(), None)
+    return None if divergence is None else replace(divergence, episode_id=then.episode_id)
 
 
 class Comparison:
-    """Two sides of one episode."""
+    """The recorded episode beside its replay."""
 
     def __init__(
-        self, then: Trajectory, today: Trajectory, departure: Departure | None, decode: Decode, whole: Whole
+        self, then: Trajectory, today: Trajectory, departure: Departure | None, decode: Decode, full_output: ReadOutput
     ) -> None:
-        self.then, self.today, self.departure, self.decode, self.whole = then, today, departure, decode, whole
+        self.then, self.today, self.departure = then, today, departure
+        self.decode, self.full_output = decode, full_output
 
     def differences(self) -> Iterator[Divergence]:
-        """All differences that can be seen, in order; those after the first may follow from it."""
+        """All visible differences, in order; those after the first may follow from it."""
         if self.then.seed != self.today.seed:
             yield self._at(-1, "seed", "the episode's seed", self.then.seed, self.today.seed)
         yield from self._context(-1)
         yield from self._end(-1)
         for turn in range(min(len(self.then.turns), len(self.today.turns))):
-            yield from self._parse(turn)
+            yield from self._action(turn)
             yield from self._results(turn)
-            yield from self._answer(turn)
+            yield from self._step(turn)
             yield from self._end(turn)
             yield from self._context(turn)
-        yield from self._left()
-        if self.departure is None and self.then.stop_reason not in OUTSIDE:
+        yield from self._departure()
+        if self.departure is None and self.then.stop_reason not in EXTERNAL_STOPS:
             yield from self._scores()
 
     # -- one turn ----------------------------------------------------------------------------------------------------
 
-    def _parse(self, turn: int) -> Iterator[Divergence]:
+    def _action(self, turn: int) -> Iterator[Divergence]:
         then, today = self.then.turns[turn].action, self.today.turns[turn].action
         if then.text != today.text:
-            at = first_unlike(then.text, today.text)
+            at = first_difference(then.text, today.text)
             yield self._in_generation(turn, "parser", "the text of the generation", then.text[at:], today.text[at:], at)
         surplus = [[e for e in a.errors if e.kind == "surplus"] for a in (then, today)]
         cause = "limit" if surplus[0] != surplus[1] else "parser"
         for name in ("calls", "errors", "answer", "finish_reason"):
             a, b = getattr(then, name), getattr(today, name)
             if not same(a, b):
-                yield self._in_generation(
-                    turn,
-                    cause,
-                    f"the {name} read from the generation",
-                    *first_unlike_part(a, b),
-                    self._offset(then.text, a, b),
-                )
+                what, offset = f"the {name} read from the generation", self._offset(then.text, a, b)
+                yield self._in_generation(turn, cause, what, *first_unequal_part(a, b), offset)
 
     def _results(self, turn: int) -> Iterator[Divergence]:
         then, today = self.then.turns[turn].action.results, self.today.turns[turn].action.results
-        for n, (a, b) in enumerate(zip(then, today, strict=False)):
+        for number, (a, b) in enumerate(zip(then, today, strict=False)):
+            result = f"result {number} ({a.name})"
             if a.sha256 and b.sha256 and a.sha256 != b.sha256:
-                x, y = self.whole(a.sha256), self.whole(b.sha256)
+                x, y = self.full_output(a.sha256), self.full_output(b.sha256)
                 if x is not None and y is not None:
-                    yield self._at(turn, "tool result", f"the whole output of result {n} ({a.name})", *tails(x, y))
+                    yield self._at(turn, "tool result", f"the whole output of {result}", *excerpts(x, y))
             for name in ("content", "is_error", "full_bytes", "sha256", "name"):
                 x, y = getattr(a, name), getattr(b, name)
                 if x != y:
-                    yield self._at(turn, "tool result", f"{name} of result {n} ({a.name})", *tails(x, y))
-        if self._went(self.then, turn, "tools_s") and len(then) != len(today):
+                    yield self._at(turn, "tool result", f"{name} of {result}", *excerpts(x, y))
+        if "tools_s" in self.then.turns[turn].timings and len(then) != len(today):
             yield self._at(turn, "tool result", "the number of tool results", len(then), len(today))
 
-    def _answer(self, turn: int) -> Iterator[Divergence]:
+    def _step(self, turn: int) -> Iterator[Divergence]:
+        """What `Env.step` returned, if it did on both sides."""
         then, today = self.then.turns[turn], self.today.turns[turn]
-        if not (self._went(self.then, turn, "env_s") and self._went(self.today, turn, "env_s")):
+        if not ("env_s" in then.timings and "env_s" in today.timings):
             return
         a, b = list(then.observation.messages), list(today.observation.messages)
+        cut_then, cut_today = then.observation_cut_tokens, today.observation_cut_tokens
         if not same(a, b):
-            cut = then.observation_cut_tokens != today.observation_cut_tokens and one_begins_the_other(a, b)
-            cause = "limit" if cut else "env"
-            what = "how much of the observation fits" if cut else "the observation"
-            yield self._at(turn, cause, what, *first_unlike_part(a, b))
-        if then.observation_cut_tokens != today.observation_cut_tokens:
-            yield self._at(
-                turn,
-                "limit",
-                "tokens cut from the observation",
-                then.observation_cut_tokens,
-                today.observation_cut_tokens,
-            )
-        told = [{k: v for k, v in t.info.items() if k != "new_segment"} for t in (then, today)]
+            cut = cut_then != cut_today and differ_only_in_length(a, b)
+            cause, what = ("limit", "how much of the observation fits") if cut else ("env", "the observation")
+            yield self._at(turn, cause, what, *first_unequal_part(a, b))
+        if cut_then != cut_today:
+            yield self._at(turn, "limit", "tokens cut from the observation", cut_then, cut_today)
+        info_then, info_today = ({k: v for k, v in t.info.items() if k != "new_segment"} for t in (then, today))
         sides: list[tuple[str, Any, Any]] = [
             ("the step reward", then.reward, today.reward),
-            ("info", told[0], told[1]),
+            ("info", info_then, info_today),
             ("state_key", then.state_key, today.state_key),
-            ("what the context policy left", then.context, today.context),
+            ("the result of the context policy", then.context, today.context),
         ]
         for name, x, y in sides:
             if not same(x, y):
                 yield self._at(turn, "env", name, x, y)
 
     def _end(self, turn: int) -> Iterator[Divergence]:
-        """Does the episode end here on both sides, and for the same reason?"""
-        goes_on = [self._goes_on(self.then, turn), self._goes_on(self.today, turn)]
-        if all(goes_on) or (not goes_on[0] and self.then.stop_reason in OUTSIDE):
+        """Whether the episode ends here on both sides, and for the same reason."""
+        continues = [self._continues(self.then, turn), self._continues(self.today, turn)]
+        if all(continues) or (not continues[0] and self.then.stop_reason in EXTERNAL_STOPS):
             return
-        reasons = ["goes on" if on else _reason(t) for on, t in zip(goes_on, (self.then, self.today), strict=True)]
+        sides = list(zip(continues, (self.then, self.today), strict=True))
+        reasons = ["continues" if on else _reason(t) for on, t in sides]
         if reasons[0] == reasons[1] or (turn >= len(self.today.turns) and turn >= 0):
             return
-        enders = [t.stop_reason for on, t in zip(goes_on, (self.then, self.today), strict=True) if not on]
-        yield self._at(turn, _cause_of_end(enders), "how the episode goes on", *reasons)
+        ends = [t.stop_reason for on, t in sides if not on]
+        yield self._at(turn, _cause_of_end(ends), "how the episode continues", *reasons)
 
     def _context(self, turn: int) -> Iterator[Divergence]:
         """The ids sent for the next generation."""
         then, today = self._sent(self.then, turn + 1), self._sent(self.today, turn + 1)
         if then is None or today is None or then == today:
             return
-        (seg_then, ids_then), (_, ids_today) = then, today
-        at = first_unlike(ids_then, ids_today)
-        window = slice(max(0, at - _BEFORE), at + _AFTER)
+        (segment, ids_then), (_, ids_today) = then, today
+        at = first_difference(ids_then, ids_today)
+        window = slice(max(0, at - _TOKENS_BEFORE), at + _TOKENS_AFTER)
         what = "the ids of the first prompt" if turn < 0 else "the ids between the turns"
         yield Divergence(
-            "template", what, turn, seg_then, at, self.decode(ids_then[window]), self.decode(ids_today[window])
+            "template", what, turn, segment, at, self.decode(ids_then[window]), self.decode(ids_today[window])
         )
 
-    def _left(self) -> Iterator[Divergence]:
-        """What only the engine could see: other bounds, other stop strings."""
-        left = self.departure
-        if left is None or left.turn >= len(self.then.turns):
+    def _departure(self) -> Iterator[Divergence]:
+        """Differences that only the engine sees: token limits and stop strings."""
+        departure = self.departure
+        if departure is None or departure.turn >= len(self.then.turns):
             return
-        turn = self.then.turns[left.turn]
-        span = sampled_span(self.then, turn)
-        ids = span.ids if span else ()
-        if left.kind == "room":
-            at = turn.context_length + min(left.room, len(ids))
-            then = f"{len(ids)} tokens sampled ({turn.action.finish_reason.value})"
-            yield Divergence(
-                "limit", "room for the generation", left.turn, turn.segment, at, then, f"room for {left.room} tokens"
-            )
-        if left.kind == "stop":
+        turn = self.then.turns[departure.turn]
+        ids = self._sampled(turn)
+        if departure.kind == "room":
+            at = turn.context_length + min(departure.room, len(ids))
+            sampled = f"{len(ids)} tokens sampled ({turn.action.finish_reason.value})"
+            room = f"room for {departure.room} tokens"
+            yield Divergence("limit", "room for the generation", departure.turn, turn.segment, at, sampled, room)
+        if departure.kind == "stop":
             at = turn.context_length + max(0, len(ids) - 1)
             what = "the stop string that ended the generation"
-            yield Divergence("parser", what, left.turn, turn.segment, at, str(turn.matched_stop), "is none")
+            yield Divergence(
+                "parser", what, departure.turn, turn.segment, at, str(turn.matched_stop), "not a stop string"
+            )
 
     def _scores(self) -> Iterator[Divergence]:
         last = len(self.then.turns) - 1
@@ -214,79 +208,77 @@ class Comparison:
             if not same(a.get(name, "no such component"), b.get(name, "no such component")):
                 yield self._at(last, "reward", f"component {name}", a.get(name, "none"), b.get(name, "none"), end=True)
         if not same(self.then.weights, self.today.weights):
-            yield self._at(
-                last, "reward", "weights of the components", dict(self.then.weights), dict(self.today.weights), end=True
-            )
+            weights = dict(self.then.weights), dict(self.today.weights)
+            yield self._at(last, "reward", "weights of the components", *weights, end=True)
         if not same(self.then.state, self.today.state):
-            yield self._at(
-                last, "env", "the final state", *first_unlike_part(self.then.state, self.today.state), end=True
-            )
+            parts = first_unequal_part(self.then.state, self.today.state)
+            yield self._at(last, "env", "the final state", *parts, end=True)
 
     # -- places ------------------------------------------------------------------------------------------------------
 
     def _at(self, turn: int, cause: str, what: str, then: Any, today: Any, *, end: bool = False) -> Divergence:
-        """At the first id after this turn's generation that differs; where none does, at the first after the generation."""
+        """Placed at the first id after this turn's generation that differs, else at the first id after it; `end`: at the segment's last."""
         if turn < 0 or not self.then.turns:
             return Divergence(cause, what, turn, 0, 0, as_text(then), as_text(today))
-        t = self.then.turns[turn]
-        span = sampled_span(self.then, t)
-        token = t.context_length + (len(span.ids) if span else 0)
-        after = [self._sent(side, turn + 1) for side in (self.then, self.today)]
+        recorded = self.then.turns[turn]
+        token = recorded.context_length + len(self._sampled(recorded))
+        sent_then, sent_today = (self._sent(side, turn + 1) for side in (self.then, self.today))
         if end:
-            token = max(0, len(self.then.segments[t.segment]) - 1)
-        elif after[0] and after[1] and after[0] != after[1] and after[0][0] == t.segment:
-            token = first_unlike(after[0][1], after[1][1])
-        return Divergence(cause, what, turn, t.segment, token, as_text(then), as_text(today))
+            token = max(0, len(self.then.segments[recorded.segment]) - 1)
+        elif sent_then and sent_today and sent_then != sent_today and sent_then[0] == recorded.segment:
+            token = first_difference(sent_then[1], sent_today[1])
+        return Divergence(cause, what, turn, recorded.segment, token, as_text(then), as_text(today))
 
     def _in_generation(self, turn: int, cause: str, what: str, then: Any, today: Any, offset: int) -> Divergence:
-        """At the token of the generation in which the character `offset` of its text lies."""
-        t = self.then.turns[turn]
-        span = sampled_span(self.then, t)
-        ids = span.ids if span else ()
+        """Placed at the token of the generation that holds the character `offset` of its text."""
+        recorded = self.then.turns[turn]
+        ids = self._sampled(recorded)
         low, high = 0, max(0, len(ids) - 1)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if len(self.decode(ids[: middle + 1])) > offset else (middle + 1, high)
-        return Divergence(cause, what, turn, t.segment, t.context_length + low, as_text(then), as_text(today))
+        token = recorded.context_length + low
+        return Divergence(cause, what, turn, recorded.segment, token, as_text(then), as_text(today))
 
     def _offset(self, text: str, then: Any, today: Any) -> int:
-        """Where in the text the first differing value stands (of a whole call, its longest part); 0 if it cannot be found."""
-        a, b = first_unlike_part(then, today)
+        """Where the first differing value stands in the text (of a whole call: its longest part); 0 if it cannot be located."""
+        a, b = first_unequal_part(then, today)
         for value, other in ((a, b), (b, a)):
-            found = sorted((s for s in strings(value) if s and s in text), key=len)
-            if found:
-                said = found[-1]
-                shared = first_unlike(said, other) if said is value and isinstance(other, str) else 0
-                return text.index(said) + min(shared, len(said) - 1)
+            quotes = sorted((s for s in strings(value) if s and s in text), key=len)
+            if quotes:
+                quoted = quotes[-1]
+                shared = first_difference(quoted, other) if quoted is value and isinstance(other, str) else 0
+                return text.index(quoted) + min(shared, len(quoted) - 1)
         return 0
 
-    def _sent(self, t: Trajectory, turn: int) -> tuple[int, list[int]] | None:
+    def _sampled(self, turn: Turn) -> tuple[int, ...]:
+        span = sampled_span(self.then, turn)
+        return span.ids if span else ()
+
+    def _sent(self, trajectory: Trajectory, turn: int) -> tuple[int, list[int]] | None:
         """(segment, ids) sent for a generation, if there was one."""
-        if turn < len(t.turns):
-            at: Turn = t.turns[turn]
-            return at.segment, t.segments[at.segment].ids[: at.context_length]
-        if t is self.today and self.departure is not None and self.departure.turn == turn and self.departure.sent:
-            return len(t.segments) - 1, list(self.departure.sent)
+        if turn < len(trajectory.turns):
+            at = trajectory.turns[turn]
+            return at.segment, trajectory.segments[at.segment].ids[: at.context_length]
+        left = self.departure
+        if trajectory is self.today and left is not None and left.turn == turn and left.sent:
+            return len(trajectory.segments) - 1, list(left.sent)
         return None
 
-    def _goes_on(self, t: Trajectory, turn: int) -> bool:
-        """Is there a generation after this turn (or was one asked for)?"""
-        more = turn + 1 < len(t.turns)
-        return more or (t is self.today and self.departure is not None and self.departure.turn > turn)
-
-    @staticmethod
-    def _went(t: Trajectory, turn: int, clock: str) -> bool:
-        """Did this part of the turn come to its end?"""
-        return clock in t.turns[turn].timings
+    def _continues(self, trajectory: Trajectory, turn: int) -> bool:
+        """True if a generation after this turn was made or requested."""
+        left = self.departure
+        requested = trajectory is self.today and left is not None and left.turn > turn
+        return turn + 1 < len(trajectory.turns) or requested
 
 
 def _reason(t: Trajectory) -> str:
     return t.stop_reason.value + (f" ({t.cause})" if t.cause and t.status is Status.FAILED else "")
 
 
-def _cause_of_end(enders: Sequence[StopReason]) -> str:
-    if any(e in LIMITS for e in enders):
+def _cause_of_end(ends: Sequence[StopReason]) -> str:
+    if any(e in LIMITS for e in ends):
         return "limit"
-    if StopReason.REWARD_FAILURE in enders:
+    if StopReason.REWARD_FAILURE in ends:
         return "reward"
-    return "tool result" if StopReason.TOOL_FAILURE in enders else "env"
+    return "tool result" if StopReason.TOOL_FAILURE in ends else "env"

@@ -1,6 +1,6 @@
-"""Fork: a recorded episode up to turn k, then a live engine; with the observation edited, other seeds, other weights. N branches.
+"""Fork: a recorded episode up to a turn, then a live engine; optionally with another observation, other seeds or other weights.
 
-With the same seed, observation, weights and code a fork is the original again, where the engine is deterministic (scripted, local).
+With the same seed, observation, weights and code a fork equals the original, where the engine is deterministic (scripted, local).
 """
 
 from __future__ import annotations
@@ -8,20 +8,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.seeds import derive_seed
+from agentrl.core.sequences import first_difference
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env
 from agentrl.errors import ConfigError, StoreError
 from agentrl.render.context_policy import ContextPolicy, ContextView
 from agentrl.render.renderer import strip_control
-from agentrl.replay.json_values import first_unlike
-from agentrl.replay.playback import PlaybackEngine, PlaybackToolExecutor, Rewrite, is_stateful
+from agentrl.replay.playback import PlaybackGenerator, PlaybackTools, is_stateful, with_playback
 from agentrl.replay.replayer import spec_of
-from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.episode import EpisodeRunner, RewriteContext
 from agentrl.rollout.tool_executor import ToolExecutor
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, Message, Observation, StepResult, Trajectory
@@ -29,54 +28,60 @@ from agentrl.types import Action, Message, Observation, StepResult, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One way to go on."""
+    """One continuation of the episode."""
 
     number: int
     seed: int
-    """0: the episode's own draws; else others"""
+    """0: the episode's own seeds; else it changes every seed after the fork"""
     trajectory: Trajectory
     differs_at: tuple[int, int] | None
-    """(segment, token) of the first token that is not the original's; None: it is the original again"""
+    """(segment, token) of the first token that differs from the original; None: all are equal"""
 
 
-class ForkEngine(PlaybackEngine):
-    """The record before turn `turn`, a live engine from there on."""
+class ForkGenerator(PlaybackGenerator):
+    """The record before turn `fork_turn`, a live engine from that turn on."""
 
-    def __init__(self, recorded: Trajectory, live: Generator, turn: int, seed: int) -> None:
+    def __init__(self, recorded: Trajectory, live: Generator, fork_turn: int, seed: int) -> None:
         super().__init__(recorded)
-        self.live, self.at, self.seed = live, turn, seed
+        self.live, self.fork_turn, self.seed = live, fork_turn, seed
 
     async def generate(
         self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """The recorded generation, or a new one."""
-        if self.turn < self.at:
+        if self.turn < self.fork_turn:
             return await super().generate(ids, sampling, session=session, images=images)
         self.turn += 1
         if self.seed:
             sampling = replace(sampling, seed=derive_seed(sampling.seed, "branch", self.seed))
         return await self.live.generate(ids, sampling, session=session, images=images)
 
-    async def rewrite(self, live: Rewrite, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
-        """Recorded before the fork, today's from there on."""
-        return await (live(policy, view) if self.turn >= self.at else super().rewrite(live, policy, view))
-
     async def release(self, session: str) -> None:
         """Release the live engine's session."""
         await self.live.release(session)
 
+    async def rewrite_context(
+        self, call: RewriteContext, policy: ContextPolicy, view: ContextView
+    ) -> list[Message] | None:
+        """As in a replay before the fork, the result of today's policy from there on."""
+        if self.turn >= self.fork_turn:
+            return await call(policy, view)
+        return await super().rewrite_context(call, policy, view)
 
-class ForkToolExecutor(PlaybackToolExecutor):
+
+class ForkTools(PlaybackTools):
     """Recorded results before the fork, real calls after it.
 
-    Before it, methods of the environment (and of `Tool` objects) are called too, for what they change in it; what they give is not used.
+    Before the fork, methods of the environment and of `Tool` objects are called too, for their side effects; their results are dropped.
     """
 
-    engine: ForkEngine
+    def __init__(self, generator: ForkGenerator, real: ToolExecutor) -> None:
+        super().__init__(generator, real)
+        self.fork_turn = generator.fork_turn
 
     async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
         """The action with its results."""
-        if self.engine.turn > self.engine.at:
+        if self.generator.turn > self.fork_turn:
             return await self.real.execute(tools, action)
         stateful = tuple(c for c in action.calls if c.name in tools and is_stateful(tools[c.name]))
         if stateful:
@@ -92,50 +97,50 @@ async def fork(
     observation: str | None = None,
     seeds: Sequence[int] = (0,),
 ) -> list[Branch]:
-    """Go on from the generation of turn `turn` once for each seed, on the runner's engine.
+    """Continue an episode from the generation of a turn, once for each seed, on the runner's engine.
 
-    `observation` replaces what the policy read just before it.
+    Args:
+        runner: a runner with the seed and temperature of the episode.
+        recorded: the episode.
+        turn: the first turn that is sampled again.
+        observation: replaces what the policy read just before that turn.
+        seeds: one per branch; see `Branch.seed`.
 
     Raises:
         ConfigError: the episode has no such turn.
-        StoreError: today's code no longer gets to that turn as recorded (see `replay`).
+        StoreError: today's code does not reach that turn as recorded (see `replay`).
     """
     if not 0 <= turn <= len(recorded.turns) - 1:
         raise ConfigError(
             f"episode {recorded.episode_id} has turns 0 to {len(recorded.turns) - 1}; it cannot be forked at turn {turn}"
         )
-    live, real, make, rewrite = runner.engine, runner.tool_executor, runner.make_env, runner.rewrite
+    make_env = runner.make_env if observation is None else _edited(runner.make_env, turn, observation)
     spec = spec_of(recorded)
     branches = []
-    try:
-        for number, seed in enumerate(seeds):
-            engine = ForkEngine(recorded, live, turn, seed)
-            runner.engine = engine
-            runner.tool_executor = cast(ToolExecutor, ForkToolExecutor(engine, real))
-            runner.rewrite = partial(engine.rewrite, rewrite)  # type: ignore[method-assign]
-            runner.make_env = make if observation is None else edited(make, turn, observation)
-            made = await runner.run(replace(spec, prefix=f"fork/{recorded.episode_id}@{turn}/{number}/"))
-            if engine.departure is not None or engine.turn <= turn - 1:
-                raise StoreError(
-                    f"episode {recorded.episode_id}: today's code does not get to turn {turn} as recorded; agentrl replay says where it differs"
-                )
-            branches.append(Branch(number, seed, made, _differs_at(recorded, made)))
-    finally:
-        runner.engine, runner.tool_executor, runner.make_env = live, real, make
-        runner.rewrite = rewrite  # type: ignore[method-assign]
+    for number, seed in enumerate(seeds):
+        generator = ForkGenerator(recorded, runner.engine, turn, seed)
+        forked = with_playback(runner, generator, ForkTools(generator, runner.pools.tool_executor))
+        trajectory = await replace(forked, make_env=make_env).run(
+            replace(spec, prefix=f"fork/{recorded.episode_id}@{turn}/{number}/")
+        )
+        if generator.departure is not None or generator.turn <= turn - 1:
+            raise StoreError(
+                f"episode {recorded.episode_id}: today's code does not reach turn {turn} as recorded; agentrl replay reports where it differs"
+            )
+        branches.append(Branch(number, seed, trajectory, _differs_at(recorded, trajectory)))
     return branches
 
 
-def edited(make: Callable[[], Env], turn: int, text: str) -> Callable[[], Env]:
-    """Environments that say `text` just before turn `turn` (0: as the first observation)."""
+def _edited(make_env: Callable[[], Env], turn: int, text: str) -> Callable[[], Env]:
+    """An environment factory whose environments return `text` just before turn `turn` (0: as the first observation)."""
 
-    def made() -> Env:
-        env = make()
+    def make() -> Env:
+        env = make_env()
         name = "step" if turn else "reset"
         original = getattr(env, name)
         calls = 0
 
-        def changed(result: Any) -> Any:
+        def edit(result: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls != max(1, turn):
@@ -146,31 +151,33 @@ def edited(make: Callable[[], Env], turn: int, text: str) -> Callable[[], Env]:
                 )
             return _reworded(result, text)
 
-        async def later(*args: Any, **kwargs: Any) -> Any:
-            return changed(await original(*args, **kwargs))
+        async def edited_async(*args: Any, **kwargs: Any) -> Any:
+            return edit(await original(*args, **kwargs))
 
-        def now(*args: Any, **kwargs: Any) -> Any:
-            return changed(original(*args, **kwargs))
+        def edited_sync(*args: Any, **kwargs: Any) -> Any:
+            return edit(original(*args, **kwargs))
 
-        setattr(env, name, later if inspect.iscoroutinefunction(original) else now)
+        setattr(env, name, edited_async if inspect.iscoroutinefunction(original) else edited_sync)
         return env
 
-    return made
+    return make
 
 
 def _reworded(observation: Any, text: str) -> list[dict[str, Any]]:
-    """The same messages, the last one saying `text` and those before it, of the same role, gone."""
+    """The messages with `text` as the content of the last, without earlier ones of its role."""
     messages = list(Observation.of(observation).messages) or [{"role": "user"}]
     last = messages[-1]
     return [*(m for m in messages[:-1] if m["role"] != last["role"]), {**last, "content": text}]
 
 
 def _differs_at(a: Trajectory, b: Trajectory) -> tuple[int, int] | None:
-    for n, (x, y) in enumerate(zip(a.segments, b.segments, strict=False)):
-        left, right = x.ids, y.ids
-        if left != right:
-            return n, first_unlike(left, right)
-    return None if len(a.segments) == len(b.segments) else (min(len(a.segments), len(b.segments)), 0)
+    ids_a, ids_b = [s.ids for s in a.segments], [s.ids for s in b.segments]
+    if ids_a == ids_b:
+        return None
+    segment = first_difference(ids_a, ids_b)
+    if segment == min(len(ids_a), len(ids_b)):
+        return segment, 0
+    return segment, first_difference(ids_a[segment], ids_b[segment])
 
 
 def table(original: Trajectory, branches: Sequence[Branch]) -> str:

@@ -1,4 +1,4 @@
-"""A whole run replayed by several processes. They are forked, so that what the parent loaded (tokenizer, corpora) is shared and not loaded again."""
+"""Replay of a whole run by several processes. They are forked, so that they share what the parent loaded (tokenizer, corpora)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from agentrl.replay.replayer import Outcome, RunnerFor, replay_group
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.store import IndexEntry, Recording, from_record
 
-_CHUNK = 8
-"""groups that a process takes at once"""
+_GROUPS_PER_JOB = 8
 
 
 @dataclass
-class Work:
-    """What every process needs; children get it by the fork."""
+class ReplayJob:
+    """What every process needs; children inherit it by the fork."""
 
     recording: Recording
     runner_for: RunnerFor
@@ -26,7 +25,7 @@ class Work:
     """see `replay_group`"""
 
 
-_work: Work | None = None
+_job: ReplayJob | None = None
 
 
 def groups_of(entries: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
@@ -38,55 +37,51 @@ def groups_of(entries: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
 
 
 def replay_entries(
-    work: Work, entries: Sequence[IndexEntry], workers: int, heard: Callable[[int], None] = lambda n: None
+    job: ReplayJob, entries: Sequence[IndexEntry], workers: int, on_progress: Callable[[int], None] = lambda count: None
 ) -> list[Outcome]:
-    """Replay entries of a recording; `heard` is told how many were done, again and again."""
+    """Replay entries of a recording; `on_progress` is called with the number of episodes replayed since its last call."""
     groups = groups_of(entries)
-    chunks = [groups[i : i + _CHUNK] for i in range(0, len(groups), _CHUNK)]
-    out: list[Outcome] = []
-    for done in _results(work, chunks, min(workers, len(chunks))):
-        out += done
-        heard(len(done))
-    return out
+    chunks = [groups[i : i + _GROUPS_PER_JOB] for i in range(0, len(groups), _GROUPS_PER_JOB)]
+    outcomes: list[Outcome] = []
+    for part in _results(job, chunks, min(workers, len(chunks))):
+        outcomes += part
+        on_progress(len(part))
+    return outcomes
 
 
-def _results(work: Work, chunks: list[list[list[IndexEntry]]], workers: int) -> Iterator[list[Outcome]]:
-    global _work  # the children's copy of `work`: an EpisodeRunner cannot be pickled
+def _results(job: ReplayJob, chunks: list[list[list[IndexEntry]]], workers: int) -> Iterator[list[Outcome]]:
+    global _job  # inherited by the children, since an EpisodeRunner cannot be pickled
     if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
-        yield from (_replay(work, chunk) for chunk in chunks)
+        yield from (_replay(job, chunk) for chunk in chunks)
         return
-    _work = work
+    _job = job
     try:
         with multiprocessing.get_context("fork").Pool(workers) as pool:
-            yield from pool.imap(_in_child, chunks)
+            yield from pool.imap(_replay_in_child, chunks)
     finally:
-        _work = None
+        _job = None
 
 
-def _in_child(chunk: list[list[IndexEntry]]) -> list[Outcome]:
-    assert _work is not None
-    return _replay(_work, chunk)
+def _replay_in_child(chunk: list[list[IndexEntry]]) -> list[Outcome]:
+    assert _job is not None
+    return _replay(_job, chunk)
 
 
-def _replay(work: Work, groups: list[list[IndexEntry]]) -> list[Outcome]:
-    return asyncio.run(_replay_all(work, groups))
+def _replay(job: ReplayJob, groups: list[list[IndexEntry]]) -> list[Outcome]:
+    return asyncio.run(_replay_groups(job, groups))
 
 
-async def _replay_all(work: Work, groups: list[list[IndexEntry]]) -> list[Outcome]:
+async def _replay_groups(job: ReplayJob, groups: list[list[IndexEntry]]) -> list[Outcome]:
     runners: dict[str, EpisodeRunner] = {}
-    out: list[Outcome] = []
+    outcomes: list[Outcome] = []
     try:
         for group in groups:
             split = group[0].split
             if split not in runners:
-                runners[split] = work.runner_for(split)
-            out += await replay_group(
-                runners[split],
-                [from_record(r, work.recording.images) for r in work.recording.records(group)],
-                work.live,
-                work.recording.outputs,
-            )
+                runners[split] = job.runner_for(split)
+            members = [from_record(r, job.recording.images) for r in job.recording.records(group)]
+            outcomes += await replay_group(runners[split], members, job.live, job.recording.outputs)
     finally:
         for runner in runners.values():
             runner.close()
-    return out
+    return outcomes

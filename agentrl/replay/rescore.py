@@ -1,4 +1,4 @@
-"""Rescore: new or changed rewards over old episodes, and what they would have changed: means, ranks within groups, signs of advantages."""
+"""Rescore: new or changed rewards on recorded episodes, and their effect on means, ranks within groups and signs of advantages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from agentrl.types import Group, Status, StopReason, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """The members of one group before and after, in the same order. Episodes that had failed are not in it."""
+    """The members of one group before and after, in the same order, without episodes that failed."""
 
     then: tuple[Trajectory, ...]
     today: tuple[Trajectory, ...]
 
 
 async def rescore_group(scorer: Scorer, members: Sequence[Trajectory]) -> Rescored:
-    """Score a group's standing members anew. A reward that fails makes its episode a failure, here as in a run."""
+    """Score the members of a group again. An episode whose reward fails becomes a failure, as in a run."""
     then = tuple(
         t
         for t in members
@@ -36,19 +36,19 @@ async def rescore_group(scorer: Scorer, members: Sequence[Trajectory]) -> Rescor
             today.append(await scorer.score(bare))
         except RewardFailure as e:
             today.append(replace(bare, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause))
-    stands = [i for i, t in enumerate(today) if t.stop_reason is not StopReason.REWARD_FAILURE]
+    scored = [i for i, t in enumerate(today) if t.stop_reason is not StopReason.REWARD_FAILURE]
     try:
-        for i, t in zip(stands, await scorer.score_group([today[i] for i in stands]), strict=True):
+        for i, t in zip(scored, await scorer.score_group([today[i] for i in scored]), strict=True):
             today[i] = t
     except RewardFailure as e:
-        for i in stands:
+        for i in scored:
             today[i] = replace(today[i], stop_reason=StopReason.REWARD_FAILURE, cause=e.cause)
     return Rescored(then, tuple(today))
 
 
 @dataclass
 class Change:
-    """What other rewards would have changed, over all groups."""
+    """The effect of other rewards, over all groups."""
 
     estimator: str = "grpo"
     truncated: str = "train"
@@ -58,15 +58,14 @@ class Change:
     pairs: int = 0
     """pairs of members of one group"""
     swapped: int = 0
-    """pairs that changed their order (also: from equal to unequal or back)"""
+    """pairs whose order changes, also from equal to unequal or back"""
     reversed: int = 0
-    """pairs of which the better one became the worse one"""
+    """pairs whose better member becomes the worse one"""
     flipped: list[tuple[int, str, float, float]] = field(default_factory=list)
     """(group, episode, advantage then, advantage today) where the sign flips"""
     failures: list[Trajectory] = field(default_factory=list)
 
     def add(self, groups: Iterable[Rescored]) -> None:
-        """Count."""
         for g in groups:
             self.groups += 1
             self.failures += [t for t in g.today if t.status is Status.FAILED]
@@ -83,8 +82,8 @@ class Change:
     def _flips(self, then: Sequence[Trajectory], today: Sequence[Trajectory]) -> None:
         if not then:
             return
-        made = [Group(side[0].group_index, side[0].task, tuple(side)) for side in (then, today)]
-        before, after = (group_advantages([g], self.estimator, self.truncated) for g in made)
+        sides = [Group(side[0].group_index, side[0].task, tuple(side)) for side in (then, today)]
+        before, after = (group_advantages([g], self.estimator, self.truncated) for g in sides)
         for t in then:
             a, b = before.get(t.episode_id, 0.0), after.get(t.episode_id, 0.0)
             if a * b < 0:
@@ -145,10 +144,10 @@ class Change:
         return "\n".join(lines)
 
 
-def _means(done: Sequence[Trajectory]) -> dict[str, float]:
+def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean of every component over the episodes in which it did not abstain."""
     values: dict[str, list[float]] = {}
-    for t in done:
+    for t in trajectories:
         for name, value in t.rewards.items():
             if value is not None:
                 values.setdefault(name, []).append(value)

@@ -1,24 +1,24 @@
 """One episode: the policy in one Env instance, from the first prompt to the finished, scored Trajectory.
 
-The order of limits (design §6), the first that holds ends the episode:
+The limits are checked in this order; the first that holds ends the episode:
 
 1. EPISODE_TIMEOUT, at any moment;
-2. after a generation: MAX_TOKENS or CONTEXT_FULL if it was cut by length (whichever bound was the tighter one), then whatever the
-   environment says (TERMINATED, ENV_TRUNCATED), then INVALID_ACTION_LIMIT;
-3. before the next one: MAX_TURNS, MAX_TOKENS, CONTEXT_FULL. An observation that does not fit is cut, and the episode goes on only if
-   one more token has room.
+2. after a generation: MAX_TOKENS or CONTEXT_FULL if it was cut by length (whichever bound was tighter), then what the environment
+   returns (TERMINATED, ENV_TRUNCATED), then INVALID_ACTION_LIMIT;
+3. before the next generation: MAX_TURNS, MAX_TOKENS, CONTEXT_FULL. An observation that does not fit is cut, and the episode continues
+   only if there is room for one more token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from agentrl.core.message_images import carry, image_parts
+from agentrl.core.message_images import image_parts, load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env, check_reward
@@ -37,8 +37,10 @@ from agentrl.render.context_policy import ContextPolicy, ContextView, checked, n
 from agentrl.render.renderer import Renderer
 from agentrl.render.truncation import anew, follow, is_long
 from agentrl.reward import Scorer
-from agentrl.rollout.env_instance import EnvInstance, Pools
+from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.recorder import Recorder
+from agentrl.rollout.turn import TurnDraft
+from agentrl.tool import ToolSpec
 from agentrl.types import (
     Action,
     EpisodeSpec,
@@ -61,59 +63,50 @@ _STOP_REASONS: Mapping[type[Failure], StopReason] = {
     RewardFailure: StopReason.REWARD_FAILURE,
 }
 
+ExecuteTools = Callable[[Mapping[str, ToolSpec], Action], Awaitable[Action]]
+RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | None]]
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds an episode."""
+    """The bounds of an episode."""
 
     max_turns: int = 8
     max_response_tokens: int = 4096
-    """all tokens after the prompt: sampled, observations, scaffold"""
+    """all tokens after the prompt: sampled, observations, chat template"""
     max_tokens_per_turn: int | None = None
     """of one generation; None: what the response budget leaves"""
     context_length: int = 8192
-    """prompt and response together"""
+    """tokens of prompt and response together"""
     episode_timeout_s: float = 600.0
     max_invalid_actions: int = 3
     """turns whose action could not be parsed, before the episode ends"""
     max_calls_per_turn: int = 8
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeRunner:
-    """Everything the episodes of one environment share. `run` plays one; any number may run at once."""
+    """What the episodes of one environment share. `run` plays one episode; any number may run at the same time."""
 
-    def __init__(
-        self,
-        env: Callable[[], Env],
-        env_class: type[Env],
-        engine: Generator,
-        renderer: Renderer,
-        scorer: Scorer,
-        *,
-        limits: Limits,
-        sampling: SamplingParams,
-        seed: int,
-        context_policy: ContextPolicy | None = None,
-        pools: Pools | None = None,
-    ) -> None:
-        """`env` makes an instance (the class with its arguments); `sampling` is completed turn by turn (room, stop, seed).
-
-        `context_policy` goes before the environment's own; `pools` are shared with other runners, if given.
-        """
-        self.make_env = env
-        self.env_class = env_class
-        self.engine = engine
-        self.renderer = renderer
-        self.scorer = scorer
-        self.limits = limits
-        self.sampling = replace(sampling, stop=renderer.stop, stop_token_ids=renderer.stop_token_ids)
-        self.seed = seed
-        self.context_policy = context_policy
-        self.pools = pools or Pools(env_class)
-        self.tool_executor = self.pools.tool_executor
+    make_env: Callable[[], Env]
+    env_class: type[Env]
+    engine: Generator
+    renderer: Renderer
+    scorer: Scorer
+    limits: Limits
+    sampling: SamplingParams
+    """max_new_tokens, stop and seed are set turn by turn"""
+    seed: int
+    pools: ThreadPools
+    context_policy: ContextPolicy | None = None
+    """takes precedence over the environment's own"""
+    execute_tools: ExecuteTools | None = None
+    """replaces the tool executor of `pools`, for replay"""
+    rewrite_context: RewriteContext | None = None
+    """replaces `call_context_policy`, for replay"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
-        """Play, score and close. Failures come back as the trajectory's stop reason; raised are only a cancel and what no retry mends.
+        """Play, score and close one episode. A failure of infrastructure becomes the trajectory's stop reason.
 
         Raises:
             UsageError: user code broke its contract, or the settings cannot work.
@@ -123,10 +116,10 @@ class EpisodeRunner:
         try:
             reason, failure = await episode.play_bounded()
         finally:
-            await to_the_end(episode.close())
-        if episode.instance.state_lost and reason not in _STOP_REASONS.values():  # nothing to score it by
+            await complete_before_cancel(episode.close())
+        if episode.instance.state_lost and reason not in _STOP_REASONS.values():  # rewards may need the state
             reason, failure = StopReason.ENV_FAILURE, episode.instance.close_failure
-        episode.clock["episode_s"] = time.perf_counter() - started
+        episode.timings["episode_s"] = time.perf_counter() - started
         trajectory = episode.trajectory(reason, failure)
         if reason in _STOP_REASONS.values():
             return trajectory
@@ -135,12 +128,12 @@ class EpisodeRunner:
         except Failure as e:
             return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
 
-    async def rewrite(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
-        """What a context policy makes of a conversation; None: it stays as it is."""
+    async def call_context_policy(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
+        """The conversation that a context policy returns; None: unchanged."""
         with boundary(EnvFailure, "context policy"):
-            made = await self.pools.env.call(policy, view, timeout_s=self.env_class.timeout_s)
-        messages = checked(made, view)
-        return None if messages is None else await carry(messages)
+            returned = await self.pools.env.call(policy, view, timeout_s=self.env_class.timeout_s)
+        messages = checked(returned, view)
+        return None if messages is None else await load_images(messages)
 
     def close(self) -> None:
         """Let the idle threads of the pools end."""
@@ -156,18 +149,17 @@ class Episode:
         self.seed = derive_seed(runner.seed, spec.index, spec.attempt)
         self.recorder = Recorder()
         self.turns: list[Turn] = []
-        self.draft: dict[str, Any] | None = None
-        """the turn under way, as arguments of `Turn`"""
+        self.draft: TurnDraft | None = None
         self.conversation: list[Message] = []
-        self.first = 0
-        """messages of the first prompt"""
+        self.prompt_messages = 0
+        """number of messages in the first prompt"""
         self.prompt_length = 0
-        self.invalid = 0
+        """tokens of the first prompt"""
+        self.invalid_actions = 0
         self.instance = EnvInstance(runner.make_env, runner.env_class, runner.pools)
         self.demonstration = False
-        self.close_failure: Failure | UsageError | None = None
-        """why the engine's session could not be ended"""
-        self.clock: dict[str, float] = {"generate_s": 0.0, "tools_s": 0.0, "env_s": 0.0}
+        self.release_failure: Failure | UsageError | None = None
+        self.timings: dict[str, float] = {"generate_s": 0.0, "tools_s": 0.0, "env_s": 0.0}
 
     # -- from start to end -------------------------------------------------------------------------------------------
 
@@ -185,63 +177,51 @@ class Episode:
             return next(reason for kind, reason in _STOP_REASONS.items() if isinstance(e, kind)), e
 
     async def play(self) -> StopReason:
-        """Turn after turn until something ends the episode."""
+        """Play turn after turn until something ends the episode."""
         await self.reset()
         while True:
             room, bound = self.room()
             if room <= 0:
                 return bound
-            generation = await self.generate(room)
+            draft, generation = await self.generate(room)
             if generation.finish_reason is FinishReason.LENGTH:
                 return bound
-            action: Action = self.now["action"]
-            if action.calls:
-                action = await self.use_tools(action)
-            stop = await self.step(action)
+            if draft.action.calls:
+                await self.use_tools(draft)
+            stop = await self.step(draft)
             if stop is None and self.runner.renderer.is_placeholder(generation.ids):
-                stop = StopReason.INVALID_ACTION_LIMIT  # whoever reads the context would look for an image there
+                stop = (
+                    StopReason.INVALID_ACTION_LIMIT
+                )  # readers of the context would expect an image at a sampled placeholder
             if stop is not None:
                 return stop
-            if self.now["index"] + 1 >= self.runner.limits.max_turns:
+            if draft.index + 1 >= self.runner.limits.max_turns:
                 return StopReason.MAX_TURNS
-            stop = await self.observe()
+            stop = await self.observe(draft)
             if stop is not None:
                 return stop
 
     async def reset(self) -> None:
-        """Make the environment, begin the task, render the first prompt."""
+        """Create the environment, reset it and render the first prompt."""
         runner = self.runner
-        await self.instance.make(self.seed)
-        self.spec = await carry_task(self.spec)
-        first = await self.instance.call("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
-        first = Observation(tuple(await carry(Observation.of(first).messages)))
-        if not first.messages:
+        await self.instance.create(self.seed)
+        self.spec = await load_task_images(self.spec)
+        returned = await self.instance.call("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
+        first = await load_images(Observation.of(returned).messages)
+        if not first:
             raise ContractError(
                 f"{runner.env_class.label()}.reset returned an empty observation; return the first message"
             )
         system = runner.env_class.system_prompt
-        self.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
-        self.first = len(self.conversation)
-        prompt = partial(runner.renderer.prompt, self.conversation, [t.schema for t in self.instance.tools.values()])
-        pieces = await asyncio.to_thread(prompt) if is_long(self.conversation) else prompt()
+        self.conversation = [*([{"role": "system", "content": system}] if system else []), *first]
+        self.prompt_messages = len(self.conversation)
+        render = partial(runner.renderer.prompt, self.conversation, self.tool_schemas())
+        pieces = await asyncio.to_thread(render) if is_long(self.conversation) else render()
         self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
         self.prompt_length = self.recorder.length()
 
-    def room(self) -> tuple[int, StopReason]:
-        """How many tokens may be sampled now, and the stop reason of the bound that sets it."""
-        limits, length = self.runner.limits, self.recorder.length()
-        context = limits.context_length - length
-        budget = limits.max_response_tokens - self.response_length()
-        if limits.max_tokens_per_turn is not None:
-            budget = min(budget, limits.max_tokens_per_turn)
-        return (context, StopReason.CONTEXT_FULL) if context < budget else (budget, StopReason.MAX_TOKENS)
-
-    def response_length(self) -> int:
-        """Tokens after the episode's first prompt (in the current segment: after its beginning, at least the first prompt's length)."""
-        return max(0, self.recorder.length() - self.prompt_length)
-
-    async def generate(self, room: int) -> Generation:
-        """Ask the engine, record exactly what it sampled, read the action."""
+    async def generate(self, room: int) -> tuple[TurnDraft, Generation]:
+        """Sample one generation, record it exactly and parse the action: the next turn begins."""
         self.end_turn()
         runner, index = self.runner, len(self.turns)
         length, crc, context = self.recorder.length(), self.recorder.crc(), self.recorder.context()
@@ -254,12 +234,12 @@ class Episode:
             )
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
-            raise EngineAbort("the engine gave the generation up", "engine abort")
+            raise EngineAbort("the engine aborted the generation", "engine abort")
         if len(generation.ids) > room:
             raise EngineFailure(
-                f"asked for at most {room} tokens, the engine sent {len(generation.ids)}", "engine: too many tokens"
+                f"requested at most {room} tokens, the engine returned {len(generation.ids)}", "engine: too many tokens"
             )
-        self.clock["generate_s"] += elapsed
+        self.timings["generate_s"] += elapsed
         self.demonstration |= generation.demonstration
         with boundary(EngineFailure, "the engine's answer"):
             self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
@@ -268,125 +248,94 @@ class Episode:
         )
         if not generation.ids:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))
-        self.draft = {
-            "index": index,
-            "segment": self.recorder.segment_index(),
-            "context_length": length,
-            "action": action,
-            "matched_stop": generation.matched_stop,
-            "context_crc": crc,
-            "seed": seed,
-            "timings": {"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
-        }
-        return generation
+        self.draft = TurnDraft(
+            index=index,
+            segment=self.recorder.segment_index(),
+            context_length=length,
+            context_crc=crc,
+            seed=seed,
+            action=action,
+            matched_stop=generation.matched_stop,
+            timings={"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
+        )
+        return self.draft, generation
 
-    def sampling(self, room: int, seed: int) -> SamplingParams:
-        """Of this generation."""
-        s = self.runner.sampling
-        return SamplingParams(
-            room, s.temperature, s.top_p, s.top_k, s.stop, s.stop_token_ids, s.ignore_eos, seed
-        )  # `replace` takes three times as long
-
-    async def use_tools(self, action: Action) -> Action:
+    async def use_tools(self, draft: TurnDraft) -> None:
         """Execute the action's calls."""
+        execute = self.runner.execute_tools or self.runner.pools.tool_executor.execute
         started = time.perf_counter()
-        done = await self.runner.tool_executor.execute(self.instance.tools, action)
+        draft.action = await execute(self.instance.tools, draft.action)
         elapsed = time.perf_counter() - started
-        self.clock["tools_s"] += elapsed
-        self.now["action"] = done
-        self.now["timings"]["tools_s"] = elapsed
-        return done
+        self.timings["tools_s"] += elapsed
+        draft.timings["tools_s"] = elapsed
 
-    async def step(self, action: Action) -> StopReason | None:
-        """Give the action to the environment; what ends the episode now, if anything."""
+    async def step(self, draft: TurnDraft) -> StopReason | None:
+        """Pass the action to the environment; the stop reason, if the episode ends here."""
         started = time.perf_counter()
-        result = await self.instance.call("step", action)
+        result = await self.instance.call("step", draft.action)
         elapsed = time.perf_counter() - started
         label = self.runner.env_class.label()
         if not isinstance(result, StepResult):
             raise ContractError(f"{label}.step must return a StepResult, found {type(result).__name__}: {result!r:.80}")
         if not isinstance(result.info, (dict, Mapping)):
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
-        self.clock["env_s"] += elapsed
-        self.now.update(
-            observation=Observation(tuple(await carry(Observation.of(result.observation).messages))),
-            reward=check_reward(result.reward, self.runner.env_class),
-            info=dict(result.info),
-            state_key=result.state_key,
-        )
-        self.now["timings"]["env_s"] = elapsed
-        self.invalid += not action.valid
+        self.timings["env_s"] += elapsed
+        draft.observation = Observation(tuple(await load_images(Observation.of(result.observation).messages)))
+        draft.reward = check_reward(result.reward, self.runner.env_class)
+        draft.info = dict(result.info)
+        draft.state_key = result.state_key
+        draft.timings["env_s"] = elapsed
+        self.invalid_actions += not draft.action.valid
         if result.terminated:
             return StopReason.TERMINATED
         if result.truncated:
             return StopReason.ENV_TRUNCATED
-        return StopReason.INVALID_ACTION_LIMIT if self.invalid >= self.runner.limits.max_invalid_actions else None
+        too_many = self.invalid_actions >= self.runner.limits.max_invalid_actions
+        return StopReason.INVALID_ACTION_LIMIT if too_many else None
 
-    async def observe(self) -> StopReason | None:
-        """Append the observation and the next turn's header to the context; a stop reason if there is no room for another token."""
-        turn, renderer, limits = self.now, self.runner.renderer, self.runner.limits
-        messages = turn["observation"].messages
+    async def observe(self, draft: TurnDraft) -> StopReason | None:
+        """Append the observation and the next turn's header to the context; a stop reason if no room is left for another token."""
+        runner, renderer, limits = self.runner, self.runner.renderer, self.runner.limits
+        messages = draft.observation.messages
         if not messages:
             raise ContractError(
-                f"{self.runner.env_class.label()}.step ended nothing and observed nothing; return an observation or terminated=True"
+                f"{runner.env_class.label()}.step returned no observation and did not end the episode; "
+                "return an observation or terminated=True"
             )
         context_room = limits.context_length - self.recorder.length()
         budget_room = limits.max_response_tokens - self.response_length()
-        tight = StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        said, tools = renderer.message(turn["action"]), [t.schema for t in self.instance.tools.values()]
-        grown = (renderer, self.conversation, said, messages, self.last_ids())
+        reply, tools = renderer.message(draft.action), self.tool_schemas()
+        grown = (renderer, self.conversation, reply, messages, self.last_sampled(draft))
         most = min(limits.context_length, self.prompt_length + limits.max_response_tokens)
-        policy = self.runner.context_policy or getattr(self.instance.env, "context_policy", None)
+        policy = runner.context_policy or getattr(self.instance.env, "context_policy", None)
         if policy is not None:
-            view = view_of(*grown, first=self.first, length=self.recorder.length(), limit=most, tools=tools)
-            if (made := await self.runner.rewrite(policy, view)) is not None:
-                turn["context"] = tuple(made)
-        if "context" in turn:
-            before, messages = newest(turn["context"])
-            render = partial(anew, renderer, before, messages, "the context policy", most - 1, tools)
+            view = view_of(*grown, first=self.prompt_messages, length=self.recorder.length(), limit=most, tools=tools)
+            rewritten = await (runner.rewrite_context or runner.call_context_policy)(policy, view)
+            draft.context = None if rewritten is None else tuple(rewritten)
+        if draft.context is not None:
+            before, newest_messages = newest(draft.context)
+            render = partial(anew, renderer, before, newest_messages, "the context policy", most - 1, tools)
         else:
             room = min(context_room, budget_room) - 1
             render = partial(follow, *grown, room=room, room_anew=most - 1, tools=tools)
-        found = await asyncio.to_thread(render) if is_long(messages) else render()
-        if found is None:
-            return tight
-        if found.opens is not None:
-            turn["info"]["new_segment"] = found.opens
-            self.recorder.open(found.pieces, turn=turn["index"], images=found.images)
+        continuation = await asyncio.to_thread(render) if is_long(messages) else render()
+        if continuation is None:
+            return StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
+        if continuation.opens is not None:
+            draft.info["new_segment"] = continuation.opens
+            self.recorder.open(continuation.pieces, turn=draft.index, images=continuation.images)
         else:
-            self.recorder.extend(found.pieces, turn=turn["index"], images=found.images)
-        if found.cut:
-            turn |= {"observation": Observation(tuple(found.kept)), "observation_cut_tokens": found.cut}
-        self.conversation = found.conversation
+            self.recorder.extend(continuation.pieces, turn=draft.index, images=continuation.images)
+        if continuation.cut:
+            draft.observation = Observation(tuple(continuation.kept))
+            draft.observation_cut_tokens = continuation.cut
+        self.conversation = continuation.conversation
         return None
 
-    # -- pieces ------------------------------------------------------------------------------------------------------
-
-    def last_ids(self) -> tuple[int, ...]:
-        """What was sampled in the last turn."""
-        span = self.recorder.last_span()
-        sampled = span.turn == self.now["index"] and span.provenance in (
-            Provenance.SAMPLED,
-            Provenance.DEMONSTRATION,
-        )
-        return span.ids if sampled else ()
-
-    @property
-    def now(self) -> dict[str, Any]:
-        """The turn under way, to be completed."""
-        assert self.draft is not None, "before the first generation"
-        return self.draft
-
-    def end_turn(self) -> None:
-        """The turn under way is as it will stay."""
-        if self.draft is not None:
-            self.turns.append(Turn(**self.draft))
-            self.draft = None
-
     async def close(self) -> None:
-        """Close the environment, then the engine's session. Called once, whatever happened.
+        """Close the environment, then the engine's session. Called once, after any outcome.
 
-        What fails here stops nothing that follows: the cause is counted, and but for a lost state the episode stands.
+        A failure here does not stop the other closing steps. It is reported as the cause; the episode stands unless its state is lost.
         """
         await self.instance.close()
         try:
@@ -394,13 +343,56 @@ class Episode:
                 async with asyncio.timeout(self.runner.env_class.timeout_s):
                     await self.runner.engine.release(self.spec.episode_id)
         except (Failure, UsageError) as e:
-            self.close_failure = e
+            self.release_failure = e
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def room(self) -> tuple[int, StopReason]:
+        """How many tokens may be sampled now, and the stop reason of the bound that sets it."""
+        limits = self.runner.limits
+        context = limits.context_length - self.recorder.length()
+        budget = limits.max_response_tokens - self.response_length()
+        if limits.max_tokens_per_turn is not None:
+            budget = min(budget, limits.max_tokens_per_turn)
+        return (context, StopReason.CONTEXT_FULL) if context < budget else (budget, StopReason.MAX_TOKENS)
+
+    def response_length(self) -> int:
+        """Tokens of the current segment beyond the length of the first prompt."""
+        return max(0, self.recorder.length() - self.prompt_length)
+
+    def sampling(self, room: int, seed: int) -> SamplingParams:
+        """The parameters of one generation; built directly, since `replace` takes three times as long."""
+        s, renderer = self.runner.sampling, self.runner.renderer
+        return SamplingParams(
+            room, s.temperature, s.top_p, s.top_k, renderer.stop, renderer.stop_token_ids, s.ignore_eos, seed
+        )
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self.instance.tools.values()]
+
+    def last_sampled(self, draft: TurnDraft) -> tuple[int, ...]:
+        """The ids that the policy generated in this turn."""
+        span = self.recorder.last_span()
+        generated = span.provenance in (Provenance.SAMPLED, Provenance.DEMONSTRATION)
+        return span.ids if generated and span.turn == draft.index else ()
+
+    def end_turn(self) -> None:
+        if self.draft is not None:
+            self.turns.append(self.draft.complete())
+            self.draft = None
 
     def trajectory(self, reason: StopReason, failure: Failure | UsageError | None) -> Trajectory:
         """The immutable record, not yet scored."""
         self.end_turn()
-        spec, closing = self.spec, self.instance.close_failure or self.close_failure
-        self.clock["non_generation_s"] = max(0.0, self.clock.get("episode_s", 0.0) - self.clock["generate_s"])
+        spec, closing = self.spec, self.instance.close_failure or self.release_failure
+        cause, detail = None, None
+        if failure or closing:
+            cause = cause_of(failure) if failure else f"while closing: {cause_of(closing)}" if closing else None
+            detail = str(failure or closing)
+        elif reason is StopReason.CONTEXT_FULL and not self.turns:
+            limit = self.runner.limits.context_length
+            detail = f"the first prompt takes {self.prompt_length} tokens and leaves no room in a context of {limit}"
+        self.timings["non_generation_s"] = max(0.0, self.timings.get("episode_s", 0.0) - self.timings["generate_s"])
         return Trajectory(
             episode_id=spec.episode_id,
             group_index=spec.group_index,
@@ -411,29 +403,22 @@ class Episode:
             segments=self.recorder.segments(),
             turns=tuple(self.turns),
             stop_reason=reason,
-            cause=cause_of(failure) if failure else (f"while closing: {cause_of(closing)}" if closing else None),
-            detail=str(failure or closing) if failure or closing else self.too_long(reason),
+            cause=cause,
+            detail=detail,
             state=self.instance.state,
             seed=self.seed,
             demonstration=self.demonstration,
-            timings=dict(self.clock),
+            timings=dict(self.timings),
         )
-
-    def too_long(self, reason: StopReason) -> str | None:
-        """What to say if there was no room for a single token."""
-        if self.turns or reason is not StopReason.CONTEXT_FULL:
-            return None
-        limit = self.runner.limits.context_length
-        return f"the first prompt takes {self.prompt_length} tokens and leaves no room in a context of {limit}"
 
 
 def cause_of(error: Failure | UsageError) -> str:
-    """In a few words."""
+    """The short cause of a failure, for the table of causes."""
     return error.cause if isinstance(error, Failure) else str(error)
 
 
-async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait until it is done; a cancel that comes meanwhile is raised afterwards."""
+async def complete_before_cancel(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until the work is done; a cancellation that arrives in between is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -446,9 +431,9 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-async def carry_task(spec: EpisodeSpec) -> EpisodeSpec:
-    """The order with the images of its task as episodes carry them (see `carry`)."""
+async def load_task_images(spec: EpisodeSpec) -> EpisodeSpec:
+    """The spec with the images of its task's prompt as `Image` objects."""
     prompt = spec.task.prompt
     if isinstance(prompt, str) or next(image_parts(prompt), None) is None:
         return spec
-    return replace(spec, task=replace(spec.task, prompt=tuple(await carry(prompt))))
+    return replace(spec, task=replace(spec.task, prompt=tuple(await load_images(prompt))))

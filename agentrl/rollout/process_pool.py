@@ -1,11 +1,11 @@
-"""Episodes in several processes, for when one core is not enough: to `Rollout` they look like one runner.
+"""Episodes in several processes, for when one core is not enough. To `Rollout` they look like one runner.
 
-Groups, retries, places and the table of causes stay with the controller (rollout/rollout.py), so nothing of them depends on how many processes there
-are. A process is given a spec and gives back the trajectory; all members of a group are played in the same one. A process that died, or
-gave no sign of life, is replaced and asked again what it had not answered: the same specs, hence the same seeds.
+Groups, retries, slots and the table of causes stay in the controller (rollout/rollout.py), so they do not depend on the number of processes.
+A process receives a spec and returns the trajectory; all members of a group are played in the same process. A process that dies or sends no
+heartbeat is replaced, and the new one receives the unanswered requests: the same specs, hence the same seeds.
 
-A message is a pickle behind its kind, the number of its question and its length, on a socket pair, so either side's death is the other's end
-of file. The processes' own side is rollout/process_worker.py.
+A message on the socket pair is a header (kind, request number, length) and a pickle. Either side sees the other's death as end of file. The
+child side is rollout/process_worker.py.
 """
 
 from __future__ import annotations
@@ -26,50 +26,52 @@ from typing import Any
 
 from agentrl.errors import DataError, WorkerError
 from agentrl.reward import Scorer
-from agentrl.rollout.episode import carry_task
-from agentrl.rollout.process_worker import BEAT_S, Channel, Kind, Make, serve
+from agentrl.rollout.episode import load_task_images
+from agentrl.rollout.process_worker import HEARTBEAT_S, Channel, MessageKind, RunnerFactory, serve
 from agentrl.types import EpisodeSpec, Trajectory
 
 logger = logging.getLogger(__name__)
 
-START_S = 300.0
-"""until a process has imported and made what it needs"""
-SILENCE_S = 60.0
-"""without a sign of life; a process that gives none is hung: something in it blocks its event loop"""
-CLOSE_S = 120.0
-"""until what runs in a process is closed"""
-END_S = 5.0
+START_TIMEOUT_S = 300.0
+"""until the first heartbeat: imports, and the runner factory"""
+HEARTBEAT_TIMEOUT_S = 60.0
+"""without a heartbeat; then the event loop of the process is blocked"""
+CLOSE_TIMEOUT_S = 120.0
+"""for the end of a rollout in a process"""
+JOIN_TIMEOUT_S = 5.0
+"""until a process whose socket was closed is killed"""
 MAX_DEATHS = 3
-"""of one process in one rollout; the next one ends the run"""
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
+"""of one process in one rollout; one more ends the run"""
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the locks of threads
 
 
-class RunnerProcesses:
-    """`count` processes, started when first needed, and what they have in common.
+class ProcessPool:
+    """Runner processes, started when first needed.
 
     Args:
-        make: see `Make`.
-        scorer: of whole groups, which are scored here.
-        heard: called with what the runners `tell`.
+        factory: creates the runners in each process.
+        count: number of processes.
+        scorer: scores whole groups, in the controller.
+        on_notice: called with the notices of the runners.
     """
 
-    def __init__(self, make: Make, count: int, scorer: Scorer, *, heard: Callable[[Any], None]) -> None:
-        self.make, self.scorer, self.heard = make, scorer, heard
+    def __init__(self, factory: RunnerFactory, count: int, scorer: Scorer, *, on_notice: Callable[[Any], None]) -> None:
+        self.factory, self.scorer, self.on_notice = factory, scorer, on_notice
         self.deaths: Counter[tuple[str, str]] = Counter()
-        """rows of the table of causes, since the rollout began"""
+        """rows for the table of causes, since the rollout began"""
         self._processes = [_Process(self, number) for number in range(count)]
 
     @asynccontextmanager
     async def rollout(self, settings: Any) -> AsyncIterator[RemoteRunner]:
-        """A runner for the episodes of one rollout. Before and after it nothing runs in the processes and no engine hears of them.
+        """A runner for the episodes of one rollout. Outside of it nothing runs in the processes and no engine is called.
 
         Raises:
             WorkerError: a process cannot be started.
         """
         self.deaths = Counter()
-        order = pickle.dumps(settings)
+        payload = pickle.dumps(settings)
         try:
-            await asyncio.gather(*(p.open(order) for p in self._processes))
+            await asyncio.gather(*(p.open_rollout(payload) for p in self._processes))
             yield RemoteRunner(self._processes, self.scorer)
         finally:
             await asyncio.gather(*(p.close_rollout() for p in self._processes))
@@ -80,102 +82,101 @@ class RunnerProcesses:
 
 
 class RemoteRunner:
-    """Plays episodes in the processes."""
+    """Plays episodes in the processes of a pool."""
 
     def __init__(self, processes: list[_Process], scorer: Scorer) -> None:
         self.scorer = scorer
         self._processes = processes
-        self._where: dict[int, _Process] = {}
-        """of each group of the rollout"""
+        self._process_of: dict[int, _Process] = {}
+        """by group"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
-        """As `EpisodeRunner.run`."""
-        spec = await carry_task(spec)  # the record is to hold what the process saw
-        process = self._where.get(spec.group_index)
+        """See `EpisodeRunner.run`."""
+        spec = await load_task_images(spec)  # so that the record holds what the process sees
+        process = self._process_of.get(spec.group_index)
         if process is None:
-            process = self._where[spec.group_index] = min(self._processes, key=lambda p: len(p.asked))
+            process = self._process_of[spec.group_index] = min(self._processes, key=lambda p: len(p.pending))
         try:
             payload = pickle.dumps(spec)
         except (pickle.PicklingError, TypeError, AttributeError) as e:
             raise DataError(f"task {spec.task.id} cannot be sent to a runner process: {e}") from e
-        trajectory: Trajectory = await process.ask(Kind.RUN, payload)
+        trajectory: Trajectory = await process.request(MessageKind.RUN, payload)
         return replace(trajectory, task=spec.task)
 
 
 @dataclass(slots=True)
-class _Question:
-    """Asked and not answered."""
-
-    kind: Kind
+class _Request:
+    kind: MessageKind
     payload: bytes
-    answer: asyncio.Future[tuple[Kind, bytes]]
+    answer: asyncio.Future[tuple[MessageKind, bytes]]
 
 
 class _Process:
-    """One process, and after it those that take its place."""
+    """One process of the pool, and those that replace it."""
 
-    def __init__(self, owner: RunnerProcesses, number: int) -> None:
-        self.asked: dict[int, _Question] = {}
-        """what is not answered, in order"""
-        self._owner, self._name = owner, f"runner process {number}"
-        self._count = 0
+    def __init__(self, pool: ProcessPool, number: int) -> None:
+        self.pending: dict[int, _Request] = {}
+        """unanswered requests by number, in order"""
+        self._pool, self._name = pool, f"runner process {number}"
+        self._requests = 0
         self._deaths = 0
-        self._order: bytes | None = None
-        """settings of the rollout under way"""
-        self._failed: Exception | None = None
-        """why this rollout cannot go on"""
+        self._rollout_settings: bytes | None = None
+        """of the rollout in progress"""
+        self._error: Exception | None = None
+        """the error that ended this rollout"""
         self._process: multiprocessing.process.BaseProcess | None = None
         self._channel: Channel | None = None
-        self._hang_up: Callable[[], Any] = lambda: None
-        self._sign = asyncio.Event()
-        """of life, since `_watch` looked last"""
+        self._shut_socket: Callable[[], Any] = lambda: None
+        self._heartbeat = asyncio.Event()
+        """a message has arrived since `_watch` last cleared it"""
         self._listener: asyncio.Task[None] | None = None
 
-    async def open(self, order: bytes) -> None:
-        """A rollout begins."""
-        self._deaths, self._failed, self._order = 0, None, order
-        await self.ask(Kind.OPEN, order)
+    async def open_rollout(self, settings: bytes) -> None:
+        self._deaths, self._error, self._rollout_settings = 0, None, settings
+        await self.request(MessageKind.OPEN, settings)
 
-    async def ask(self, kind: Kind, payload: bytes = b"") -> Any:
-        """What the process answers, or the one that took its place."""
-        if self._failed is not None:
-            raise self._failed
-        self._count += 1
-        number = self._count
-        question = self.asked[number] = _Question(kind, payload, asyncio.get_running_loop().create_future())
+    async def request(self, kind: MessageKind, payload: bytes = b"") -> Any:
+        """The answer of the process, or of the one that replaces it."""
+        if self._error is not None:
+            raise self._error
+        self._requests += 1
+        number = self._requests
+        request = self.pending[number] = _Request(kind, payload, asyncio.get_running_loop().create_future())
         try:
             if self._process is None:
                 await self._start()
-            elif self._channel is not None:  # else it is being replaced, and the next one is asked
+            elif (
+                self._channel is not None
+            ):  # None while the process is replaced; the next one gets all pending requests
                 self._channel.send(kind, number, payload)
-                with suppress(OSError):  # gone: as before
+                with suppress(OSError):  # the process is gone: as above
                     await self._channel.drain()
-            kind, answer = await question.answer
+            kind, answer = await request.answer
         except asyncio.CancelledError:
             if self._channel is not None:
-                self._channel.send(Kind.CANCEL, number, b"")
+                self._channel.send(MessageKind.CANCEL, number, b"")
             raise
         finally:
-            del self.asked[number]
+            del self.pending[number]
         value = pickle.loads(answer)
-        if kind is Kind.RAISED:
+        if kind is MessageKind.ERROR:
             raise value
         return value
 
     async def close_rollout(self) -> None:
-        """Nothing runs in it afterwards."""
-        self._order = self._failed = None
+        """End all episodes of the rollout in the process."""
+        self._rollout_settings = self._error = None
         if self._process is None:
             return
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await self.ask(Kind.CLOSE)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.request(MessageKind.CLOSE)
         except TimeoutError:
             await self.close()
 
     async def close(self) -> None:
         """End the process."""
-        self._order = None
+        self._rollout_settings = None
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -184,97 +185,98 @@ class _Process:
     # -- the process -------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        """Start one and ask it all that is not answered."""
+        """Start a process and send it all pending requests."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _SPAWN.Process(target=serve, args=(self._owner.make, theirs, os.getpid()), name=self._name)
-            self._hang_up = Finalize(
-                self, _shut, (ours,), exitpriority=1
-            )  # also at exit, where processes are waited for
+            arguments = (self._pool.factory, theirs, os.getpid())
+            self._process = _SPAWN.Process(target=serve, args=arguments, name=self._name)
+            # also at exit, where multiprocessing waits for its processes
+            self._shut_socket = Finalize(self, _shut, (ours,), exitpriority=1)
             self._process.start()
         channel = self._channel = await Channel.over(ours)
         self._listener = asyncio.create_task(self._listen(channel))
-        if self._order is not None and all(q.kind is not Kind.OPEN for q in self.asked.values()):
-            channel.send(Kind.OPEN, 0, self._order)
-        for number, q in self.asked.items():
-            channel.send(q.kind, number, q.payload)
+        if self._rollout_settings is not None and all(r.kind is not MessageKind.OPEN for r in self.pending.values()):
+            channel.send(MessageKind.OPEN, 0, self._rollout_settings)
+        for number, request in self.pending.items():
+            channel.send(request.kind, number, request.payload)
 
     async def _listen(self, channel: Channel) -> None:
-        """Take answers until the process is gone, then see to another."""
+        """Handle messages until the process is gone, then replace it."""
         how = ""
         watch = asyncio.create_task(self._watch())
         try:
             while True:
-                self._take(*await channel.receive())
+                self._handle(*await channel.receive())
         except (EOFError, OSError):
             how = watch.result() if watch.done() else ""
         finally:
             watch.cancel()
         code = await self._end()
-        await self._gone(how or _how(code))
+        await self._replace(how or _how_it_ended(code))
 
     async def _watch(self) -> str:
-        """Kill the process once it gives no sign of life for long; what to say of it then."""
-        patience = START_S
+        """Kill the process when its heartbeats stop, and return what to report."""
+        timeout_s = START_TIMEOUT_S
         while True:
-            self._sign.clear()
+            self._heartbeat.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    await self._sign.wait()
-            await asyncio.sleep(BEAT_S)  # if it was this process that stood still, what came meanwhile is taken now
-            if not self._sign.is_set():
+                async with asyncio.timeout(timeout_s):
+                    await self._heartbeat.wait()
+            await asyncio.sleep(HEARTBEAT_S)  # if the controller itself was blocked, it reads what has arrived now
+            if not self._heartbeat.is_set():
                 assert self._process is not None
                 self._process.kill()
-                return f"gave no sign of life for {patience:g} s: something in it blocks its event loop"
-            patience = SILENCE_S
+                return f"sent no heartbeat for {timeout_s:g} s: something blocks its event loop"
+            timeout_s = HEARTBEAT_TIMEOUT_S
 
-    def _take(self, kind: Kind, number: int, payload: bytes) -> None:
-        self._sign.set()
-        question = self.asked.get(number)
-        if kind is Kind.TOLD:
-            word = pickle.loads(payload)
-            if word is not None:
-                self._owner.heard(word)
-        elif question is not None and not question.answer.done():
-            question.answer.set_result((kind, payload))
-        elif number == 0 and kind is Kind.RAISED:
+    def _handle(self, kind: MessageKind, number: int, payload: bytes) -> None:
+        self._heartbeat.set()
+        request = self.pending.get(number)
+        if kind is MessageKind.NOTICE:
+            notice = pickle.loads(payload)
+            if notice is not None:
+                self._pool.on_notice(notice)
+        elif request is not None and not request.answer.done():
+            request.answer.set_result((kind, payload))
+        elif number == 0 and kind is MessageKind.ERROR:
             self._fail(pickle.loads(payload))
 
-    async def _gone(self, how: str) -> None:
-        if self._order is None:  # the rollout was over but for the good-bye; the next one starts a process
-            for q in self.asked.values():
-                if not q.answer.done():
-                    q.answer.set_result((Kind.DONE, pickle.dumps(None)))
+    async def _replace(self, how: str) -> None:
+        """Start another process after one that ended, unless no rollout needs it or too many have ended."""
+        if self._rollout_settings is None:  # only CLOSE is pending, and the next rollout starts a process
+            for request in self.pending.values():
+                if not request.answer.done():
+                    request.answer.set_result((MessageKind.RESULT, pickle.dumps(None)))
             return
         self._deaths += 1
-        self._owner.deaths["(runner process died)", how] += 1
-        lost = f"{self._name} {how}, with {len(self.asked)} unfinished episodes"
+        self._pool.deaths["(runner process died)", how] += 1
+        report = f"{self._name} {how}, with {len(self.pending)} unfinished episodes"
         if self._deaths > MAX_DEATHS:
-            self._fail(WorkerError(f"{lost}; it was replaced {MAX_DEATHS} times in this rollout already"))
+            self._fail(WorkerError(f"{report}; it was replaced {MAX_DEATHS} times in this rollout already"))
             return
-        logger.warning("%s; they are started again", lost)
+        logger.warning("%s; they are started again", report)
         try:
             await self._start()
         except OSError as e:
-            self._fail(WorkerError(f"{lost}; no other could be started: {e}"))
+            self._fail(WorkerError(f"{report}; another process could not be started: {e}"))
 
     def _fail(self, error: Exception) -> None:
-        """Nothing that is asked in this rollout will be answered."""
-        self._failed = error
-        for q in self.asked.values():
-            if not q.answer.done():
-                q.answer.set_exception(error)
+        """Raise the error in all requests of this rollout."""
+        self._error = error
+        for request in self.pending.values():
+            if not request.answer.done():
+                request.answer.set_exception(error)
 
     async def _end(self) -> int | None:
-        """Hang up, at which it ends, or kill it; its status if it ended by itself."""
+        """Close the socket, which ends the process, or kill it. Returns its exit code if it ended without a kill."""
         process, channel = self._process, self._channel
         if process is None:
             return None
         self._channel = None
-        self._hang_up()
+        self._shut_socket()
         if channel is not None:
             channel.close()
-        await asyncio.to_thread(process.join, END_S)
+        await asyncio.to_thread(process.join, JOIN_TIMEOUT_S)
         code = process.exitcode
         if code is None:
             process.kill()
@@ -288,7 +290,7 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _how(code: int | None) -> str:
+def _how_it_ended(code: int | None) -> str:
     if code is None:
-        return "hung up"
+        return "closed its connection"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

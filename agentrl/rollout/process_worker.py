@@ -1,4 +1,4 @@
-"""One runner process of several (rollout/process_pool.py): plays the episodes it is told of, on one event loop, until the controller hangs up."""
+"""The child side of rollout/process_pool.py: one process that plays episodes on one event loop until the controller closes the socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.core.child_process import exit_with_parent
 from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError, ContractError, UsageError, WorkerError
 from agentrl.rollout.episode import EpisodeRunner
-from agentrl.rollout.rollout import fewer_collections
+from agentrl.rollout.rollout import infrequent_gc
 from agentrl.types import (
     Action,
     Observation,
@@ -36,37 +36,38 @@ from agentrl.types import (
     Turn,
 )
 
-BEAT_S = 5.0
-"""between signs of life"""
+HEARTBEAT_S = 5.0
+"""between two heartbeats"""
 ORPHAN_GRACE_S = 120.0
-"""for closing what runs, after the controller is gone"""
-_HEAD = struct.Struct("!BQQ")
-_SAME = Task("", "")
-"""in the place of a task that the controller has"""
+"""for closing what runs after the controller is gone; then the process ends, even if user code blocks its event loop"""
+_HEADER = struct.Struct("!BQQ")
+"""message kind, request number, payload length"""
+_NO_TASK = Task("", "")
+"""replaces the task in a trajectory; the controller has it"""
 
-Tell = Callable[[Any], None]
-Make = Callable[[], Callable[[Any, Tell], tuple[EpisodeRunner, Engine]]]
-"""Called once in each process. What it returns makes the runner of one rollout, and its engine, from the rollout's settings.
-The worker starts and closes the engine. Must be picklable."""
+Notify = Callable[[Any], None]
+RunnerFactory = Callable[[], Callable[[Any, Notify], tuple[EpisodeRunner, Engine]]]
+"""Called once in each process. It returns a function that creates the runner of one rollout, and its engine, from the rollout's settings and
+a callback that sends a notice to the controller. The worker starts and closes the engine. Factory and settings must be picklable."""
 
 
-class Kind(IntEnum):
-    """Of a message."""
+class MessageKind(IntEnum):
+    """The first byte of a message."""
 
     OPEN = 0
     """a rollout begins, with these settings; answered when its runner is ready"""
     RUN = 1
     """play this episode"""
     CANCEL = 2
-    """give that question up; no answer"""
+    """cancel that request; not answered"""
     CLOSE = 3
-    """the rollout is over: end what runs, let go of the engines"""
-    DONE = 4
-    """the answer to a question"""
-    RAISED = 5
-    """the error instead"""
-    TOLD = 6
-    """no answer: word of the runner's own, or None as a sign of life"""
+    """the rollout is over: cancel all episodes and close the engine"""
+    RESULT = 4
+    """the answer to a request"""
+    ERROR = 5
+    """the exception that a request raised"""
+    NOTICE = 6
+    """a runner's notice, or None as a heartbeat; not an answer"""
 
 
 class Channel:
@@ -79,102 +80,96 @@ class Channel:
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Self:
-        """On this socket."""
         return cls(*await asyncio.open_connection(sock=sock, limit=1 << 20))
 
-    def send(self, kind: Kind, number: int, payload: bytes) -> None:
-        """Into the buffer; await `drain` where more could pile up."""
-        self._writer.write(_HEAD.pack(kind, number, len(payload)) + payload)
+    def send(self, kind: MessageKind, number: int, payload: bytes) -> None:
+        """Write to the buffer; await `drain` where data could accumulate."""
+        self._writer.write(_HEADER.pack(kind, number, len(payload)) + payload)
 
-    async def receive(self) -> tuple[Kind, int, bytes]:
+    async def receive(self) -> tuple[MessageKind, int, bytes]:
         """The next message.
 
         Raises:
             EOFError, OSError: the other side is gone.
         """
-        kind, number, length = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-        return Kind(kind), number, await self._reader.readexactly(length)
+        kind, number, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+        return MessageKind(kind), number, await self._reader.readexactly(length)
 
 
-def serve(make: Make, sock: socket.socket, controller: int) -> None:
-    """Run the process, a child of `controller`."""
-    exit_with_parent(
-        controller, ORPHAN_GRACE_S
-    )  # the end of the stream suffices, unless user code blocks the event loop
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the controller, which then hangs up
-    with fewer_collections:
-        asyncio.run(_serve(make, sock))
+def serve(factory: RunnerFactory, sock: socket.socket, controller: int) -> None:
+    """Run the process, a child of the process `controller`."""
+    exit_with_parent(controller, ORPHAN_GRACE_S)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the controller handles Ctrl-C and then closes the socket
+    with infrequent_gc:
+        asyncio.run(_serve(factory, sock))
 
 
-async def _serve(make: Make, sock: socket.socket) -> None:
-    process = _Process(await Channel.over(sock), make)
-    beat = asyncio.create_task(process.beat())
+async def _serve(factory: RunnerFactory, sock: socket.socket) -> None:
+    worker = ProcessWorker(await Channel.over(sock), factory)
+    heartbeat = asyncio.create_task(worker.send_heartbeats())
     try:
-        await process.listen()
+        await worker.listen()
     except (EOFError, OSError):
         return  # the controller is gone
     finally:
-        beat.cancel()
-        await process.close()
+        heartbeat.cancel()
+        await worker.close()
 
 
-class _Process:
-    """What runs in it."""
+class ProcessWorker:
+    """Answers the controller's requests."""
 
-    def __init__(self, channel: Channel, make: Make) -> None:
+    def __init__(self, channel: Channel, factory: RunnerFactory) -> None:
         self.channel = channel
-        self.make = make()
+        self.make_runner = factory()
         self.runner: EpisodeRunner | None = None
         self.engine: Engine | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
+        """episodes by request number"""
 
-    async def beat(self) -> None:
-        """Say now and then that the event loop turns."""
+    async def send_heartbeats(self) -> None:
         while True:
-            self.tell(None)
-            await asyncio.sleep(BEAT_S)
+            self.notify(None)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    def tell(self, word: Any) -> None:
-        self.channel.send(Kind.TOLD, 0, pickle.dumps(word))
+    def notify(self, notice: Any) -> None:
+        self.channel.send(MessageKind.NOTICE, 0, pickle.dumps(notice))
 
     async def listen(self) -> None:
-        """Do what the controller says; ends with its end of file."""
+        """Handle requests until the controller closes the socket, which raises EOFError or OSError."""
         while True:
             kind, number, payload = await self.channel.receive()
-            if kind is Kind.RUN:
-                self.running[number] = asyncio.create_task(self.answer(number, self.run(payload)))
-                self.running[number].add_done_callback(partial(self._forget, number))
-            elif kind is Kind.CANCEL:
+            if kind is MessageKind.RUN:
+                task = self.running[number] = asyncio.create_task(self.answer(number, self.run(payload)))
+                task.add_done_callback(partial(self.running.pop, number))
+            elif kind is MessageKind.CANCEL:
                 if number in self.running:
                     self.running[number].cancel()
             else:
-                await self.answer(number, self.open(payload) if kind is Kind.OPEN else self.close())
-
-    def _forget(self, number: int, _: object) -> None:
-        del self.running[number]
+                await self.answer(number, self.open(payload) if kind is MessageKind.OPEN else self.close())
 
     async def answer(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
-        """Do it and send what comes of it."""
+        """Do the work and send its result or its exception."""
         try:
-            kind, payload = Kind.DONE, _pickled(await work)
-        except Exception as e:  # noqa: BLE001  handed to the controller, where it is raised
-            kind, payload = Kind.RAISED, _portable(e)
+            kind, payload = MessageKind.RESULT, _pickled(await work)
+        except Exception as e:  # noqa: BLE001  raised in the controller
+            kind, payload = MessageKind.ERROR, _pickled_error(e)
         self.channel.send(kind, number, payload)
-        with suppress(OSError):  # the controller is gone, as `listen` will see
+        with suppress(OSError):  # the controller is gone, as `listen` will notice
             await self.channel.drain()
 
     async def open(self, payload: bytes) -> None:
-        """Make the rollout's runner."""
-        self.runner, self.engine = self.make(pickle.loads(payload), self.tell)
+        """Create the rollout's runner and start its engine."""
+        self.runner, self.engine = self.make_runner(pickle.loads(payload), self.notify)
         await self.engine.start()
 
     async def run(self, payload: bytes) -> Trajectory:
         """Play an episode."""
         assert self.runner is not None, "RUN comes after OPEN"
-        return replace(await self.runner.run(pickle.loads(payload)), task=_SAME)
+        return replace(await self.runner.run(pickle.loads(payload)), task=_NO_TASK)
 
     async def close(self) -> None:
-        """End what runs, let go of the engines."""
+        """Cancel all episodes, then close the engine and the runner."""
         runner, engine = self.runner, self.engine
         self.runner = self.engine = None
         for task in self.running.values():
@@ -193,17 +188,17 @@ def _as_call(cls: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
     return (lambda obj: (cls, (values(obj),))) if len(names) == 1 else (lambda obj: (cls, values(obj)))
 
 
-_WORDS: dict[type, Callable[[Any], Any]] = {
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
     cls: _as_call(cls)
     for cls in (Trajectory, Segment, Span, Turn, Action, Observation, ToolCall, ToolResult, ParseError)
 }
-"""pickled as calls of their classes, which takes half as long as dataclasses' own way"""
+"""these are pickled as calls of their classes, which takes half as long as the dataclasses' own way"""
 
 
 def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = copyreg.dispatch_table | _WORDS
+    pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
     try:
         pickler.dump(value)
         return buffer.getvalue()
@@ -214,8 +209,8 @@ def _pickled(value: Any) -> bytes:
         ) from e
 
 
-def _portable(error: BaseException) -> bytes:
-    """An error, pickled: as it is if it is one of ours and comes back as such, else as text."""
+def _pickled_error(error: BaseException) -> bytes:
+    """An error, pickled: unchanged if it is an AgentRLError that can be unpickled, else its text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, AgentRLError):
@@ -223,8 +218,8 @@ def _portable(error: BaseException) -> bytes:
             data = pickle.dumps(error)
             pickle.loads(data)
             return data
-        except Exception:  # noqa: BLE001  user code again: a class of its own, with what it holds
+        except Exception:  # noqa: BLE001  user code: a class derived from ours
             pass
-        ours = UsageError if isinstance(error, UsageError) else WorkerError
-        return pickle.dumps(ours(f"{type(error).__name__}: {error}"))
+        kind = UsageError if isinstance(error, UsageError) else WorkerError
+        return pickle.dumps(kind(f"{type(error).__name__}: {error}"))
     return pickle.dumps(WorkerError("".join(traceback.format_exception(error))))

@@ -1,7 +1,7 @@
-"""Recorder: what is sent to the engine and what comes back, as spans in a prefix tree.
+"""The recorder of one episode: what is sent to the engine and what it returns, as segments of spans.
 
-A run's context only ever grows by whole spans; where a context is not an exact token prefix of the next (history rewritten, another
-agent, a template that cannot be proven), a new segment opens. Sampled ids enter once and are never touched again.
+A context only grows by whole spans. Where a context is not an exact token prefix of the next (history rewritten, another agent, a template
+whose deltas cannot be proven), a new segment opens. Sampled ids are appended once and never changed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from agentrl.errors import InvariantError
 from agentrl.types import Provenance, Segment, Span
 
 Piece = tuple[Provenance, Sequence[int]]
-"""tokens of one provenance, not sampled"""
+"""tokens of one provenance that were not sampled"""
 
 
 class Recorder:
-    """Builds the segments of one episode. Each agent (`agent_id`) has a line of its own."""
+    """Builds the segments of one episode. Each agent (`agent_id`) has its own current segment."""
 
     def __init__(self) -> None:
-        self._segments: list[_Open] = []
+        self._segments: list[_OpenSegment] = []
         self._current: dict[str, int] = {}
 
     def open(
@@ -34,15 +34,15 @@ class Recorder:
         agent_id: str = "policy",
         images: Iterable[PlacedImage] = (),
     ) -> int:
-        """Begin a segment; returns its index. `images`: where they stand in the pieces.
+        """Begin a segment and return its index. `images`: their places in the pieces.
 
         Raises:
-            InvariantError: no tokens: there is nothing to generate from.
+            InvariantError: the pieces hold no token.
         """
         pieces = [(provenance, ids) for provenance, ids in pieces if ids]
         if not pieces:
             raise InvariantError("a segment must begin with at least one token")
-        self._segments.append(_Open(agent_id))
+        self._segments.append(_OpenSegment(agent_id))
         self._current[agent_id] = len(self._segments) - 1
         self.extend(pieces, turn=turn, agent_id=agent_id, images=images)
         return self._current[agent_id]
@@ -50,7 +50,7 @@ class Recorder:
     def extend(
         self, pieces: Iterable[Piece], *, turn: int, agent_id: str = "policy", images: Iterable[PlacedImage] = ()
     ) -> None:
-        """Append tokens that were not sampled to the agent's current segment. Empty pieces are left out."""
+        """Append tokens that were not sampled to the agent's current segment. Empty pieces are skipped."""
         segment = self._segments[self._current[agent_id]]
         segment.images += [PlacedImage(p.image, p.at + len(segment.ids), p.tokens) for p in images]
         for provenance, ids in pieces:
@@ -58,7 +58,7 @@ class Recorder:
                 segment.add(Span(provenance, tuple(ids), turn))
 
     def sampled(self, generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy") -> None:
-        """Append what the engine sampled, exactly as it answered. An empty generation leaves no span."""
+        """Append a generation, exactly as the engine returned it. An empty one adds no span."""
         if not generation.ids:
             return
         segment = self._segments[self._current[agent_id]]
@@ -77,13 +77,13 @@ class Recorder:
             )
 
     def context(self, agent_id: str = "policy") -> list[int]:
-        """The ids of the agent's current segment, to be sent to the engine. Not to be changed; it stays as it is."""
+        """The ids of the agent's current segment, to be sent to the engine. The list is never modified afterwards; do not modify it."""
         segment = self._segments[self._current[agent_id]]
         segment.lent = True
         return segment.ids
 
     def images(self, agent_id: str = "policy") -> tuple[PlacedImage, ...]:
-        """The images of the agent's current segment and where they stand in `context`."""
+        """The images of the agent's current segment and their places in `context`."""
         return tuple(self._segments[self._current[agent_id]].images)
 
     def length(self, agent_id: str = "policy") -> int:
@@ -91,7 +91,7 @@ class Recorder:
         return len(self._segments[self._current[agent_id]].ids)
 
     def crc(self, agent_id: str = "policy") -> int:
-        """CRC-32 of what `context` gives (as little-endian int32); only what is new since the last call is gone through."""
+        """CRC-32 of `context` (as little-endian int32), computed incrementally."""
         return self._segments[self._current[agent_id]].checksum()
 
     def last_span(self, agent_id: str = "policy") -> Span:
@@ -105,18 +105,18 @@ class Recorder:
     def observe(
         self, context: Sequence[int], generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy"
     ) -> bool:
-        """Record an exchange of an agent that is not ours (a gateway's): the context it sent and what it got.
+        """Record one exchange of an agent that sends whole contexts (a gateway): the context and the generation.
 
-        Goes on with the longest segment of that agent that is an exact prefix of `context`; else opens one. True if it went on.
+        Extends the longest segment of that agent that is an exact prefix of `context`, else opens one. True if it extended one.
         """
         best = -1
         for i, s in enumerate(self._segments):
-            n = len(s.ids)
+            length = len(s.ids)
             if (
                 s.agent_id == agent_id
-                and n <= len(context)
-                and (best < 0 or n > len(self._segments[best].ids))
-                and s.ids == list(context[:n])
+                and length <= len(context)
+                and (best < 0 or length > len(self._segments[best].ids))
+                and s.ids == list(context[:length])
             ):
                 best = i
         if best < 0:
@@ -134,8 +134,8 @@ class Recorder:
         return tuple(Segment(tuple(s.spans), s.agent_id, tuple(s.images)) for s in self._segments)
 
 
-class _Open:
-    """A segment being built: its spans, their ids in one list, and the checksum of these."""
+class _OpenSegment:
+    """A segment under construction: its spans, their ids in one list, and the checksum of the ids."""
 
     __slots__ = ("_crc", "_summed", "agent_id", "ids", "images", "lent", "spans")
 
@@ -145,7 +145,7 @@ class _Open:
         self.ids: list[int] = []
         self.images: list[PlacedImage] = []
         self.lent = False
-        """somebody has `ids`, so it is replaced and not extended: no two lists of it while an engine works"""
+        """an engine holds `ids`, so the next span replaces the list instead of extending it"""
         self._crc = self._summed = 0
 
     def add(self, span: Span) -> None:
@@ -156,7 +156,6 @@ class _Open:
             self.ids.extend(span.ids)
 
     def checksum(self) -> int:
-        """Of `ids`."""
         self._crc = zlib.crc32(array("i", self.ids[self._summed :]).tobytes(), self._crc)
         self._summed = len(self.ids)
         return self._crc

@@ -1,173 +1,49 @@
-"""Many episodes: bounded concurrency, retries, groups by id, group rewards, and the table that says what became of everything."""
+"""Many episodes: bounded concurrency, retries, groups, and group rewards."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agentrl.errors import RewardFailure, TooManyFailuresError
+from agentrl.errors import RewardFailure
 from agentrl.reward import Scorer
+from agentrl.rollout.failures import CauseTable, FailureMonitor
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
 
-logger = logging.getLogger(__name__)
-
-_SHOWN = 300
-"""characters of a failure's detail in the table"""
-_FEW = 8
-"""lost episodes that stop no rollout of which something is left"""
-_WAVES = 2
-"""times `concurrency`: more attempts that fail one after another stop it (a server that dies fails all it has, which is one) …"""
-_ROW = 16
-"""… if they are more than this"""
-_GC_OBJECTS = 100_000
-"""new objects between two collections while episodes run"""
-
-
-@dataclass
-class CauseTable:
-    """Counts by stop reason and cause: the answer to 'why are there no training rows?'"""
-
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    retried: int = 0
-    """failed episodes that were run again"""
-    dropped_groups: int = 0
-    """groups left with fewer than min_group_size members"""
-    details: dict[tuple[str, str], str] = field(default_factory=dict)
-    """of the first of each: what was raised, and where"""
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Count one finished attempt."""
-        self.counts[_key(trajectory)] += 1
-        self._note(trajectory)
-        for turn in trajectory.turns:
-            if "new_segment" in turn.info:
-                self.counts["(segment opened)", str(turn.info["new_segment"])] += 1
-
-    def recount(self, before: Trajectory, after: Trajectory) -> None:
-        """An attempt that was counted turned out otherwise (its group's reward failed): still one attempt."""
-        self.counts[_key(before)] -= 1
-        self.counts += Counter()  # drops what is at zero
-        self.counts[_key(after)] += 1
-        self._note(after)
-
-    def _note(self, trajectory: Trajectory) -> None:
-        if trajectory.detail and trajectory.detail != trajectory.cause:
-            self.details.setdefault(_key(trajectory), trajectory.detail)
-
-    def merge(self, other: CauseTable) -> None:
-        """Add another table to this one."""
-        self.counts += other.counts
-        self.details = other.details | self.details
-        self.retried += other.retried
-        self.dropped_groups += other.dropped_groups
-
-    @property
-    def attempts(self) -> int:
-        """All finished attempts."""
-        return sum(n for (reason, _), n in self.counts.items() if not reason.startswith("("))
-
-    @property
-    def failures(self) -> int:
-        """Attempts that failed for reasons of infrastructure."""
-        return sum(
-            n
-            for (reason, _), n in self.counts.items()
-            if not reason.startswith("(") and StopReason(reason).status is Status.FAILED
-        )
-
-    def by_reason(self) -> dict[str, int]:
-        """Counts by stop reason alone."""
-        out: Counter[str] = Counter()
-        for (reason, _), n in sorted(self.counts.items()):
-            if not reason.startswith("("):
-                out[reason] += n
-        return dict(out)
-
-    @property
-    def unremarkable(self) -> bool:
-        """Every attempt terminated, and there is nothing else to tell."""
-        return not (self.retried or self.dropped_groups) and {r for r, _ in self.counts} <= {
-            StopReason.TERMINATED.value
-        }
-
-    def rows(self) -> list[tuple[str, str, int]]:
-        """(stop reason, cause, count), the most frequent first."""
-        return [(*key, n) for key, n in sorted(self.counts.items(), key=lambda kv: (-kv[1], kv[0]))]
-
-    def __str__(self) -> str:
-        rows = self.rows()
-        width = max([len(reason) for reason, _, _ in rows] + [11])
-        lines = [f"{'stop reason':<{width}}  {'count':>7}  cause"]
-        for reason, cause, n in rows:
-            lines.append(f"{reason:<{width}}  {n:>7}  {cause}")
-            if (reason, cause) in self.details:
-                text = " ".join(self.details[reason, cause].split())
-                lines.append(f"{'':<{width}}  {'':>7}    such as: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
-        return "\n".join([*lines, f"{self.retried} retried, {self.dropped_groups} groups dropped"])
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """How many at once, and how much failure is borne."""
-
-    concurrency: int = 64
-    max_retries: int = 2
-    """further attempts for an episode whose infrastructure failed"""
-    min_group_size: int = 2
-    """a group with fewer members left is dropped (groups that were issued smaller excepted)"""
-    max_failure_share: float = 0.5
-    """of episodes begun, lost after all their attempts; above it the rollout stops, once more than 8 are lost. Attempts are not what is counted:
-    one server that dies fails every episode it had, and the next attempts do well. Below 1 the rollout stops also if no group is left, or if
-    twice as many attempts as `concurrency` fail one after another"""
-
+_GC_THRESHOLD = 100_000
+"""new objects between two garbage collections while episodes run"""
 
 Progress = Callable[[Trajectory], None]
 
 
+@dataclass(frozen=True)
+class RolloutLimits:
+    """The concurrency of a rollout, and how many failures it tolerates."""
+
+    concurrency: int = 64
+    """episodes at the same time"""
+    max_retries: int = 2
+    """further attempts for an episode whose infrastructure failed"""
+    min_group_size: int = 2
+    """a group with fewer members left is dropped, unless it was issued smaller"""
+    max_failure_share: float = 0.5
+    """lost episodes (failed in all attempts) per episode begun. Above it the rollout stops, once more than 8 are lost. Below 1 the rollout
+    also stops if no group is left, or if more than max(16, 2 × concurrency) consecutive attempts fail. Attempts are not counted against the
+    share: one server that dies fails every episode it had, and their next attempts succeed"""
+
+
 class Runner(Protocol):
-    """What plays episodes: an EpisodeRunner, or one in other processes (rollout/process_pool.py)."""
+    """Plays episodes: an `EpisodeRunner`, or a `RemoteRunner` for other processes."""
 
     @property
     def scorer(self) -> Scorer:
-        """Of whole groups."""
+        """Scores whole groups."""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play one episode; see `EpisodeRunner.run`."""
-
-
-class _Account:
-    """Of one rollout under way: what became of attempts and episodes, and how many of these were ordered and have no slot yet."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.table = CauseTable()
-        self.progress: Progress = progress or (lambda trajectory: None)
-        self.begun = 0
-        self.lost = 0
-        """of those begun, failed in every attempt"""
-        self.in_a_row = 0
-        """attempts that failed since the last that did not"""
-        self.stopped: TooManyFailuresError | None = None
-        """what stops the run; more attempts may fail in the same moment, and it is the first that is told"""
-        self._waiting = 0
-        self._begun = asyncio.Event()
-
-    async def order(self, count: int, most: int) -> None:
-        """Count so many more, once fewer than `most` wait: what lies further on need not exist yet."""
-        while self._waiting >= most:
-            self._begun.clear()
-            await self._begun.wait()
-        self._waiting += count
-
-    def begin(self) -> None:
-        """One of them has its slot."""
-        self.begun += 1
-        self._waiting -= 1
-        self._begun.set()
 
 
 class Rollout:
@@ -181,138 +57,130 @@ class Rollout:
     async def run(
         self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
     ) -> tuple[list[Group], CauseTable]:
-        """Run all groups; returns those that stand, in order, and the table. `progress` hears of every finished attempt, and
-        again of those whose group's reward failed. `groups` is gone through as places become free.
+        """Run all groups.
+
+        Args:
+            groups: consumed lazily, as slots become free.
+            progress: called with each finished attempt, and again with those whose group reward failed.
+
+        Returns:
+            The groups that were not dropped, in order, and the table of causes.
 
         Raises:
-            TooManyFailuresError: more than `max_failure_share` of the episodes were lost, or nothing works (see `RolloutLimits`).
-            UsageError: user code broke its contract; every other episode is closed first.
+            TooManyFailuresError: more failures than `RolloutLimits` allow.
+            UsageError: user code broke its contract; all other episodes are closed first.
         """
-        account = _Account(progress)
-        running: list[asyncio.Task[Group | None]] = []
+        run = _Run(self.limits, progress or (lambda trajectory: None))
+        tasks: list[asyncio.Task[Group | None]] = []
         try:
-            with fewer_collections:
-                async with asyncio.TaskGroup() as tasks:
+            with infrequent_gc:
+                async with asyncio.TaskGroup() as task_group:
                     for specs in groups:
-                        await account.order(len(specs), self.limits.concurrency)
-                        running.append(tasks.create_task(self._group(specs, account)))
+                        await run.admit(len(specs))
+                        tasks.append(task_group.create_task(self._group(specs, run)))
         except ExceptionGroup as e:
-            raise _first(e) from None  # the first error alone, not a group of what followed from it
-        done = [g for t in running if (g := t.result()) is not None]
-        if not done and account.lost and self.limits.max_failure_share < 1:
-            raise _too_many(account, "and no group is left")
-        return done, account.table
+            raise _first(e) from None  # the others follow from the first
+        finished = [group for task in tasks if (group := task.result()) is not None]
+        if not finished:
+            run.monitor.check_nothing_left()
+        return finished, run.table
 
-    async def _group(self, specs: Sequence[EpisodeSpec], account: _Account) -> Group | None:
+    async def _group(self, specs: Sequence[EpisodeSpec], run: _Run) -> Group | None:
         async with (
-            asyncio.TaskGroup() as tasks
-        ):  # if one raises, the others are cancelled, and closed before the error goes on
-            members = [tasks.create_task(self._episode(s, account)) for s in specs]
-        kept = [t for m in members if (t := m.result()) is not None]
-        if len(kept) < min(self.limits.min_group_size, len(specs)):
-            account.table.dropped_groups += 1
+            asyncio.TaskGroup() as task_group
+        ):  # an error cancels and closes the other members before it propagates
+            tasks = [task_group.create_task(self._episode(s, run)) for s in specs]
+        members = [t for task in tasks if (t := task.result()) is not None]
+        if len(members) < min(self.limits.min_group_size, len(specs)):
+            run.table.dropped_groups += 1
             return None
-        scored = await self._score(kept, account)
+        scored = await self._score(members, run)
         return Group(specs[0].group_index, specs[0].task, tuple(scored)) if scored else None
 
-    async def _score(self, members: list[Trajectory], account: _Account) -> list[Trajectory] | None:
-        """The members with their group rewards, tried as often as an episode is; None if the group is lost."""
+    async def _episode(self, spec: EpisodeSpec, run: _Run) -> Trajectory | None:
+        """One episode with its retries; each attempt waits for a slot. None if the episode is lost."""
+        for attempt in range(spec.attempt, max(spec.attempt, self.limits.max_retries) + 1):
+            async with self._slots:
+                if attempt == spec.attempt:
+                    run.begin_episode()
+                trajectory = await self.runner.run(replace(spec, attempt=attempt))
+            run.table.add(trajectory)
+            run.progress(trajectory)
+            if trajectory.status not in (Status.FAILED, Status.ABORTED):
+                run.monitor.succeeded()
+                return trajectory
+            lost = attempt >= self.limits.max_retries
+            run.monitor.failed(lost=lost)
+            run.table.retried += not lost
+        return None
+
+    async def _score(self, members: list[Trajectory], run: _Run) -> list[Trajectory] | None:
+        """The members with their group rewards, with the retries of an episode; None if the group is lost."""
         for attempt in range(self.limits.max_retries + 1):
             try:
                 return await self.runner.scorer.score_group(members)
             except RewardFailure as e:
                 if attempt < self.limits.max_retries:
                     continue
-                for t in members:
-                    lost = replace(t, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
-                    account.table.recount(t, lost)
-                    account.progress(lost)
-        account.table.dropped_groups += 1
-        self._check(account, lost=len(members))
+                for before in members:
+                    after = replace(before, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
+                    run.table.recount(before, after)
+                    run.progress(after)
+        run.table.dropped_groups += 1
+        run.monitor.add_lost(len(members))
         return None
 
-    async def _episode(self, spec: EpisodeSpec, account: _Account) -> Trajectory | None:
-        """One episode with its retries, each behind those that wait; None if it is lost."""
-        first = True
-        while True:
-            async with self._slots:
-                if first:
-                    account.begin()
-                    first = False
-                trajectory = await self.runner.run(spec)
-            account.table.add(trajectory)
-            account.progress(trajectory)
-            if trajectory.status not in (Status.FAILED, Status.ABORTED):
-                account.in_a_row = 0
-                return trajectory
-            account.in_a_row += 1
-            last = spec.attempt >= self.limits.max_retries
-            _log_failure(trajectory, account.table, retried=not last)
-            self._check(account, lost=int(last))
-            if last:
-                return None
-            account.table.retried += 1
-            spec = replace(spec, attempt=spec.attempt + 1)
 
-    def _check(self, account: _Account, lost: int) -> None:
-        """After an attempt that failed: `lost` more episodes have no further one."""
-        account.lost += lost
-        share = self.limits.max_failure_share
-        if account.lost > _FEW and account.lost > share * account.begun:
-            raise _too_many(account, f"more than max_failure_share {share:g} allows")
-        if share < 1 and account.in_a_row > max(_ROW, _WAVES * self.limits.concurrency):
-            raise _too_many(account, f"the last {account.in_a_row} of them one after another")
+class _Run:
+    """The state of one call of `Rollout.run`."""
+
+    def __init__(self, limits: RolloutLimits, progress: Progress) -> None:
+        self.table = CauseTable()
+        self.monitor = FailureMonitor(self.table, limits.max_failure_share, limits.concurrency)
+        self.progress = progress
+        self._max_waiting = limits.concurrency
+        self._waiting = 0
+        """episodes admitted that have no slot yet"""
+        self._slot_taken = asyncio.Event()
+
+    async def admit(self, episodes: int) -> None:
+        """Wait until fewer than `concurrency` episodes wait for a slot, then add more."""
+        while self._waiting >= self._max_waiting:
+            self._slot_taken.clear()
+            await self._slot_taken.wait()
+        self._waiting += episodes
+
+    def begin_episode(self) -> None:
+        """An episode has its first slot."""
+        self.monitor.begun += 1
+        self._waiting -= 1
+        self._slot_taken.set()
 
 
-def _log_failure(trajectory: Trajectory, table: CauseTable, *, retried: bool) -> None:
-    """A warning for the first failure of each cause in a rollout; the others, which may be as many as there are episodes, for information."""
-    logger.log(
-        logging.WARNING if table.counts[_key(trajectory)] == 1 else logging.INFO,
-        "episode %s, attempt %d: %s: %s; %s",
-        trajectory.episode_id,
-        trajectory.attempt,
-        trajectory.stop_reason.value,
-        trajectory.detail or trajectory.cause,
-        "retried" if retried else "lost",
-    )
+class _InfrequentGC:
+    """A `with` block in which the garbage collector runs less often: episodes create many long-lived objects and few cycles.
 
-
-def _too_many(account: _Account, why: str) -> TooManyFailuresError:
-    table = account.table
-    account.stopped = account.stopped or TooManyFailuresError(
-        f"{account.lost} of {account.begun} episodes were lost ({table.failures} of {table.attempts} attempts failed), {why}; the causes:\n{table}"
-    )
-    return account.stopped
-
-
-class _FewerCollections:
-    """Episodes make many objects that live long and hardly a cycle; by its usual thresholds the collector goes through them again and again.
-
-    A `with` block; the thresholds come back when the last of several rollouts ends.
+    The thresholds are restored when the last of several concurrent rollouts ends.
     """
 
     def __init__(self) -> None:
         self._before = gc.get_threshold()
-        self._rollouts = 0
+        self._active = 0
 
     def __enter__(self) -> None:
-        self._rollouts += 1
-        if self._rollouts == 1:
+        self._active += 1
+        if self._active == 1:
             self._before = gc.get_threshold()
             if self._before[0]:
-                gc.set_threshold(max(self._before[0], _GC_OBJECTS), *self._before[1:])
+                gc.set_threshold(max(self._before[0], _GC_THRESHOLD), *self._before[1:])
 
     def __exit__(self, *_: object) -> None:
-        self._rollouts -= 1
-        if not self._rollouts:
+        self._active -= 1
+        if not self._active:
             gc.set_threshold(*self._before)
 
 
-fewer_collections = _FewerCollections()
-
-
-def _key(t: Trajectory) -> tuple[str, str]:
-    return t.stop_reason.value, t.cause or ""
+infrequent_gc = _InfrequentGC()
 
 
 def _first(error: Exception) -> Exception:

@@ -1,7 +1,7 @@
-"""How tools are called: limits shared over episodes, retries, results made into text and cut, failures told apart.
+"""Execution of tool calls: limits shared over episodes, retries, conversion and truncation of results, classification of failures.
 
-An exception of a tool is the policy's doing and becomes an observation, always: else a policy could erase its bad episodes. Only
-`InfraError` and the transport errors listed here are the infrastructure's; they are retried and then fail the episode (design §4).
+An exception raised by a tool always becomes an observation: otherwise a policy could erase its bad episodes. Only `InfraError` and the
+transport errors listed here are failures of infrastructure; they are retried and then fail the episode.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 import orjson
 from pydantic import BaseModel
 
-from agentrl.core.message_images import carried_parts, is_image, parts_of
-from agentrl.core.timeout_pool import DeadlineError, Pool
+from agentrl.core.message_images import is_image, load_parts, parts_of
+from agentrl.core.timeout_pool import DeadlineError, TimeoutPool
 from agentrl.errors import ContractError, ToolFailure, suggest
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, ToolCall, ToolResult
 
+_MAX_THREADS = 32
 TRANSPORT_ERRORS = {
     "agentrl.errors.InfraError",
     "builtins.ConnectionError",
@@ -33,54 +34,56 @@ TRANSPORT_ERRORS = {
     "aiohttp.client_exceptions.ClientConnectionError",
     "requests.exceptions.ConnectionError",
 }
-"""infrastructure failures by class (subclasses too), named so that no client library is imported for it"""
+"""classes of infrastructure failures (subclasses included), by name, so that no client library is imported"""
 
-
-Keep = Callable[[str, bytes], None]
+SaveOutput = Callable[[str, bytes], None]
 
 
 class ToolLimiter:
-    """The shared side of a tool: its pool of threads, its limit of calls at once, and its counts. One per tool name and runner."""
+    """What all episodes share of one tool: its threads, its limit of concurrent calls and its counts."""
 
     def __init__(self, spec: ToolSpec, processes: int = 1) -> None:
         limits = spec.limits
-        most = limits.max_concurrency // processes
-        if most < 1:
+        concurrency = limits.max_concurrency // processes
+        if concurrency < 1:
             raise ContractError(
-                f"tool {spec.name} allows {limits.max_concurrency} calls at once over all episodes, too few to be shared by "
-                f"{processes} processes; give at most --runner-processes {limits.max_concurrency}, or the tool a higher max_concurrency"
+                f"tool {spec.name} allows {limits.max_concurrency} concurrent calls over all episodes, fewer than the {processes} processes "
+                f"that share them; give at most --runner-processes {limits.max_concurrency}, or the tool a higher max_concurrency"
             )
-        self.slots = asyncio.Semaphore(most)
-        self.pool = Pool(f"tool-{spec.name}", threads=min(most, 32), max_abandoned=limits.max_hung)
+        self.slots = asyncio.Semaphore(concurrency)
+        self.pool = TimeoutPool(
+            f"tool-{spec.name}", threads=min(concurrency, _MAX_THREADS), max_abandoned=limits.max_hung
+        )
         self.counts: Counter[str] = Counter()
         """calls, errors, timeouts, retries, cut"""
 
 
 class ToolExecutor:
-    """All tools of a run's environments, shared over episodes. Tools of the same name in two environments have limits of their own.
+    """Executes the tool calls of all episodes. Tools of the same name in two environments have separate limits.
 
-    Of several runner `processes` each has its share of the calls at once.
+    Args:
+        save_output: called with the SHA-256 and the full text of each result that is truncated; it may block.
+        processes: number of runner processes that share each tool's concurrent calls.
     """
 
-    def __init__(self, keep: Keep | None = None, processes: int = 1) -> None:
-        """`keep` is given every result that is cut, whole, under its SHA-256; it may block."""
-        self.keep = keep
+    def __init__(self, save_output: SaveOutput | None = None, processes: int = 1) -> None:
+        self.save_output = save_output
         self._processes = processes
         self._limiters: dict[tuple[str, str], ToolLimiter] = {}
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per tool name: calls, errors, timeouts, retries, cut, hung."""
+        """Per tool name: calls, errors, timeouts, retries, cut (truncated results), hung (calls that never returned)."""
         total: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for (name, _), limiter in self._limiters.items():
             total[name].update({**limiter.counts, "hung": limiter.pool.abandoned})
         return {name: dict(counts) for name, counts in total.items()}
 
     async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
-        """Run the action's calls, all at once, and return the action with their results in order.
+        """Make the action's calls concurrently and return the action with their results in order.
 
         Raises:
-            ToolFailure: a tool's infrastructure failed, also after its retries.
+            ToolFailure: a tool's infrastructure failed in every attempt.
         """
         if not action.calls:
             return action
@@ -89,7 +92,7 @@ class ToolExecutor:
             results = [await self._call(tools, action.calls[0])]
         else:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_guard(self._call(tools, call))) for call in action.calls]
+                tasks = [group.create_task(_failure_as_value(self._call(tools, call))) for call in action.calls]
             outcomes = [t.result() for t in tasks]
             failure = next((o for o in outcomes if isinstance(o, ToolFailure)), None)
             if failure is not None:
@@ -98,7 +101,7 @@ class ToolExecutor:
         return Action(action.text, action.calls, action.errors, action.finish_reason, action.answer, tuple(results))
 
     def close(self) -> None:
-        """Let the pools' idle threads end."""
+        """Let idle threads end; hanging calls are left behind."""
         for limiter in self._limiters.values():
             limiter.pool.close()
 
@@ -119,9 +122,9 @@ class ToolExecutor:
         started = time.perf_counter()
         async with limiter.slots:
             result = await self._attempts(spec, limiter, call, arguments)
-        took = time.perf_counter() - started
+        elapsed = time.perf_counter() - started
         return ToolResult(
-            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, took, result.parts
+            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, elapsed, result.parts
         )
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
@@ -139,37 +142,41 @@ class ToolExecutor:
                 value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)
                 parts = parts_of(value)
                 if parts is None:
-                    result = await self._cut(call, to_text(value), spec.limits.max_result_bytes)
+                    result = await self._truncate(call, to_text(value), spec.limits.max_result_bytes)
                 else:
-                    parts = await asyncio.to_thread(carried_parts, parts)
+                    parts = await asyncio.to_thread(load_parts, parts)
                     text = "".join(str(p.get("text", "")) for p in parts if not is_image(p))
-                    result = await self._cut(call, text, spec.limits.max_result_bytes)
-                    result = replace(result, parts=_parts(result, parts))
+                    result = await self._truncate(call, text, spec.limits.max_result_bytes)
+                    result = replace(result, parts=_result_parts(result, parts))
             except DeadlineError:
                 limiter.counts["timeouts"] += 1
                 return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
-            except Exception as e:  # the policy's doing becomes an observation (design §4), the rest is raised
+            except Exception as e:  # user code; see the module's docstring
                 if not is_transport_error(e):
                     limiter.counts["errors"] += 1
-                    return await self._cut(call, f"error: {_say(e)}", spec.limits.max_result_bytes, is_error=True)
+                    return await self._truncate(
+                        call, f"error: {_describe(e)}", spec.limits.max_result_bytes, is_error=True
+                    )
                 if attempt == spec.limits.retries:
-                    raise ToolFailure(f"tool {spec.name}: {_say(e)}", f"tool {spec.name}: {type(e).__name__}") from e
+                    raise ToolFailure(
+                        f"tool {spec.name}: {_describe(e)}", f"tool {spec.name}: {type(e).__name__}"
+                    ) from e
                 limiter.counts["retries"] += 1
             else:
                 limiter.counts["cut"] += result.full_bytes is not None
                 return result
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _cut(self, call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
-        """See the function; what is cut is kept whole, if that is wanted."""
-        result = _cut(call, text, limit, is_error=is_error)
-        if self.keep is not None and result.sha256 is not None:
-            await asyncio.to_thread(self.keep, result.sha256, text.encode("utf-8", errors="replace"))
+    async def _truncate(self, call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
+        """The result, truncated to `limit` bytes; the full text goes to `save_output`."""
+        result = _truncated(call, text, limit, is_error=is_error)
+        if self.save_output is not None and result.sha256 is not None:
+            await asyncio.to_thread(self.save_output, result.sha256, text.encode("utf-8", errors="replace"))
         return result
 
 
-async def _guard(call: Any) -> ToolResult | ToolFailure:
-    """Let sibling calls finish: a failure is returned, not raised into the task group."""
+async def _failure_as_value(call: Any) -> ToolResult | ToolFailure:
+    """A failure is returned, not raised into the task group, so that sibling calls finish."""
     try:
         result: ToolResult = await call
     except ToolFailure as e:
@@ -178,35 +185,35 @@ async def _guard(call: Any) -> ToolResult | ToolFailure:
 
 
 def is_transport_error(error: Exception) -> bool:
-    """True if it is the infrastructure's and not the policy's doing."""
+    """True for a failure of infrastructure that the policy did not cause."""
     return any(f"{c.__module__}.{c.__qualname__}" in TRANSPORT_ERRORS for c in type(error).__mro__)
 
 
-def _say(error: Exception) -> str:
-    """'Type: message', also of an exception that cannot say it."""
+def _describe(error: Exception) -> str:
+    """'Type: message', or the type alone if its __str__ fails."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  user code again: its __str__
+    except Exception:  # noqa: BLE001  user code: its __str__
         return type(error).__name__
 
 
 def _error(call: ToolCall, message: str) -> ToolResult:
-    """A result that the tool executor itself writes; it may quote the policy at any length."""
-    return _cut(call, f"error: {message}", 2000, is_error=True)
+    """An error of the executor itself; truncated, since it may quote the policy at any length."""
+    return _truncated(call, f"error: {message}", 2000, is_error=True)
 
 
-def _parts(result: ToolResult, parts: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """A result's texts and images in order; where the texts were too long, what is left of them and then the images."""
+def _result_parts(result: ToolResult, parts: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """The texts and images of a result in order; where the text was truncated, what is left of it and then the images."""
     if result.full_bytes is None:
         return tuple(p if is_image(p) else {**p, "text": _clean(str(p.get("text", "")))} for p in parts)
     return ({"type": "text", "text": result.content}, *(p for p in parts if is_image(p)))
 
 
 def to_text(value: Any) -> str:
-    """A tool's value as text: str as it is, bytes as UTF-8, None as nothing, the rest as JSON (sets and pydantic models too).
+    """A tool's value as text: str unchanged, bytes as UTF-8, None as '', the rest as JSON (sets and pydantic models too).
 
     Raises:
-        TypeError: not representable (the policy then reads that as the tool's error).
+        TypeError: not representable; the policy reads the message as the tool's error.
     """
     if isinstance(value, str):
         return value
@@ -229,12 +236,12 @@ def _jsonable(value: Any) -> Any:
 
 
 def _clean(text: str) -> str:
-    """Lone surrogates, which no tokenizer takes, become '?'."""
+    """Replace lone surrogates, which no tokenizer accepts, by '?'."""
     return text.encode("utf-8", errors="replace").decode()
 
 
-def _cut(call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
-    """Cut to `limit` bytes of UTF-8 at a character boundary, and say so in the text. Lone surrogates become '?', as in `_clean`."""
+def _truncated(call: ToolCall, text: str, limit: int, *, is_error: bool = False) -> ToolResult:
+    """The result, truncated to `limit` bytes of UTF-8 at a character boundary, with a note in the text; cleaned as by `_clean`."""
     if text.isascii() and len(text) <= limit:
         return ToolResult(call.id, call.name, text, is_error)
     raw = text.encode("utf-8", errors="replace")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.engine.base import Engine
-from agentrl.rollout.rollout import CauseTable, Rollout, Runner
+from agentrl.rollout.failures import CauseTable
+from agentrl.rollout.rollout import Rollout, Runner
 from agentrl.run.components import Components
 from agentrl.run.report import Report
 from agentrl.store import exactness_violations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agentrl.config import Config, EngineSettings
-from agentrl.core.timeout_pool import Pool
+from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
@@ -26,12 +26,12 @@ from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.rollout.env_instance import Pools
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
-from agentrl.rollout.process_pool import RunnerProcesses
-from agentrl.rollout.process_worker import Tell
+from agentrl.rollout.process_pool import ProcessPool
+from agentrl.rollout.process_worker import Notify
 from agentrl.rollout.rollout import RolloutLimits
-from agentrl.rollout.tool_executor import Keep
+from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.model_folder import model_folder
 from agentrl.tool import tool_names
 from agentrl.train.rows import NO_IMAGES
@@ -68,7 +68,7 @@ class Components:
             images=images_of_model(self.folder, self.tokenizer.added),
             **config.model.template_args,
         )
-        self._pools: Pools | None = None
+        self._pools: ThreadPools | None = None
         self._check_conversation()
         self.tasks = TaskSets(config, self.env_class, self.renderer)
         self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
@@ -87,7 +87,7 @@ class Components:
             UsageError: of the environment's own, for an argument that cannot work.
         """
         limit_s = self.env_class.timeout_s
-        with closing(Pool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
+        with closing(TimeoutPool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
             env = await pool.call(self.make_env, timeout_s=limit_s)
             try:
                 await pool.call(env.tool_specs, timeout_s=limit_s)
@@ -139,21 +139,21 @@ class Components:
         return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
 
     def runner(
-        self, engine: Generator, *, temperature: float, seed: int, keep: Keep | None = None, processes: int = 1
+        self, engine: Generator, *, temperature: float, seed: int, keep: SaveOutput | None = None, processes: int = 1
     ) -> EpisodeRunner:
         """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
         r = self.config.rollout
         if self._pools is None:
-            self._pools = Pools(self.env_class, keep, processes)
+            self._pools = ThreadPools(self.env_class, keep, processes)
         sampling = SamplingParams(
             max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
         )
         return EpisodeRunner(
-            self.make_env,
-            self.env_class,
-            engine,
-            self.renderer,
-            self.scorer,
+            make_env=self.make_env,
+            env_class=self.env_class,
+            engine=engine,
+            renderer=self.renderer,
+            scorer=self.scorer,
             limits=self.limits(),
             sampling=sampling,
             seed=seed,
@@ -161,7 +161,7 @@ class Components:
             pools=self._pools,
         )
 
-    def runner_processes(self, engine: Engine) -> RunnerProcesses | None:
+    def runner_processes(self, engine: Engine) -> ProcessPool | None:
         """Those of `--runner-processes`, on this engine's servers; None: episodes run in this process."""
         from agentrl.engine.sglang.fleet import Fleet
 
@@ -174,11 +174,11 @@ class Components:
         config = replace(
             self.config, engine=servers, sglang={}, model=replace(self.config.model, hf_checkpoint=str(self.folder))
         )
-        return RunnerProcesses(
+        return ProcessPool(
             functools.partial(runner_maker, config),
             count,
             self.scorer,
-            heard=lambda down: engine.suspect(*down),
+            on_notice=lambda down: engine.suspect(*down),
         )
 
     def engine(self, run_dir: Path | None = None) -> Engine:
@@ -296,7 +296,7 @@ class Components:
         return found
 
 
-def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], tuple[EpisodeRunner, Engine]]:
+def runner_maker(config: Config) -> Callable[[dict[str, Any], Notify], tuple[EpisodeRunner, Engine]]:
     """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
     from agentrl.engine.sglang.fleet import Fleet
 
@@ -306,11 +306,11 @@ def runner_maker(config: Config) -> Callable[[dict[str, Any], Tell], tuple[Episo
     )  # the controller logs what happens to servers and episodes
     components = Components(config, trains=False)
 
-    def make(settings: dict[str, Any], tell: Tell) -> tuple[EpisodeRunner, Engine]:
+    def make(settings: dict[str, Any], notify: Notify) -> tuple[EpisodeRunner, Engine]:
         fleet = components.engine()
         assert isinstance(fleet, Fleet), "only servers can be attached to"
         fleet.attach(settings["policy_version"])
-        fleet.on_down = lambda address, failure: tell((address, failure))
+        fleet.on_down = lambda address, failure: notify((address, failure))
         runner = components.runner(
             fleet,
             temperature=settings["temperature"],

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config import Config
 from agentrl.core.name_syntax import split_slice
 from agentrl.errors import DataError
-from agentrl.rollout.rollout import CauseTable
+from agentrl.rollout.failures import CauseTable
 from agentrl.run.collector import Collected
 from agentrl.run.components import Components
 from agentrl.run.metrics import rollout_metrics

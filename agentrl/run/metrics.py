@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from agentrl.rollout.rollout import CauseTable
+from agentrl.rollout.failures import CauseTable
 from agentrl.train.advantage import EQUAL
 from agentrl.types import Group, Status, Trajectory
 

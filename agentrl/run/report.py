@@ -14,7 +14,7 @@ import orjson
 from tqdm import tqdm
 
 from agentrl.config import Config
-from agentrl.rollout.rollout import CauseTable
+from agentrl.rollout.failures import CauseTable
 from agentrl.types import Group
 
 COUNTS = ("rollouts", "steps", "episodes", "turns", "exactness_violations")

@@ -36,6 +36,7 @@ from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.reward import Scorer
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter
@@ -237,7 +238,17 @@ async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> 
     limits = Limits(max_turns=TURNS, max_response_tokens=4096, context_length=8192, max_tokens_per_turn=SAMPLED)
     sampling = SamplingParams(SAMPLED, ignore_eos=True)
     engine: Any = Endless(fleet)
-    runner = EpisodeRunner(Talk, Talk, engine, renderer, Scorer([]), limits=limits, sampling=sampling, seed=seed)
+    runner = EpisodeRunner(
+        make_env=Talk,
+        env_class=Talk,
+        engine=engine,
+        renderer=renderer,
+        scorer=Scorer([]),
+        limits=limits,
+        sampling=sampling,
+        seed=seed,
+        pools=ThreadPools(Talk),
+    )
     specs = [[EpisodeSpec(Task(str(n), ""), n, n)] for n in range(EPISODES)]
     writer = EpisodeWriter(folder / f"talk{seed}")
     started = time.perf_counter()

@@ -16,6 +16,7 @@ from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
 from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, exactness_violations, read_episodes
@@ -69,11 +70,12 @@ def make_runner(
 ) -> EpisodeRunner:
     """Put together as a job does it; on this engine, else on a fleet of the one server at the address."""
     return EpisodeRunner(
-        env,
-        env,
-        engine or Fleet([Member(SGLangEngine(address, model_dir=MODEL, context_length=CONTEXT))]),
-        renderer,
-        Scorer(resolve_rewards(env.rewards)),
+        make_env=env,
+        env_class=env,
+        engine=engine or Fleet([Member(SGLangEngine(address, model_dir=MODEL, context_length=CONTEXT))]),
+        renderer=renderer,
+        scorer=Scorer(resolve_rewards(env.rewards)),
+        pools=ThreadPools(env),
         limits=Limits(max_turns=turns + 1, max_response_tokens=CONTEXT - 4096, context_length=CONTEXT),
         sampling=SamplingParams(max_new_tokens=1024),
         seed=0,

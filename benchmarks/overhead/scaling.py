@@ -36,7 +36,7 @@ from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import EpisodeRunner
-from agentrl.rollout.process_pool import RunnerProcesses
+from agentrl.rollout.process_pool import ProcessPool
 from agentrl.rollout.rollout import Rollout, RolloutLimits, Runner
 from agentrl.store import EpisodeWriter
 from benchmarks.overhead import agent
@@ -132,7 +132,7 @@ async def run(
     """All of them, in turns; after each turn `keep` is given what there is."""
     found: dict[int, list[Run]] = {n: [] for n in args.processes}
     make = partial(maker, addresses, args.turns)
-    several = {n: RunnerProcesses(make, n, Scorer(()), heard=lambda word: None) for n in args.processes if n > 1}
+    several = {n: ProcessPool(make, n, Scorer(()), on_notice=lambda notice: None) for n in args.processes if n > 1}
     try:
         for repeat in range(args.repeats + 1):
             for n in args.processes:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import Trajectory, tool
-from agentrl.rollout.rollout import CauseTable, Rollout, RolloutLimits
+from agentrl.rollout.failures import CauseTable
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter, read_episodes
 from benchmarks.overhead import agent
 from benchmarks.overhead.meter import memory_kb
@@ -115,7 +116,7 @@ async def soak(address: str, env: type[agent.Search], seconds: float, renderer: 
     return {
         "episodes_per_s": in_time / seconds, "issued": issued, "kept": kept, "lost": issued - kept, "attempts": keeper.attempts, "retried": retried,
         "recorded": recorded, "accounted": keeper.attempts == sum(causes.values()) == recorded and issued == keeper.attempts - retried,
-        "tasks_left": len(asyncio.all_tasks()) - 1, "engine": runner.engine.causes, "tools": runner.tool_executor.counts, "causes": causes,
+        "tasks_left": len(asyncio.all_tasks()) - 1, "engine": runner.engine.causes, "tools": runner.pools.tool_executor.counts, "causes": causes,
         "wall_s": wall,
         "memory_mb": [round(statistics.fmean(part) / 1024, 1) for part in (late[:half], late[half:]) if part],
     }  # fmt: skip

@@ -27,6 +27,7 @@ from agentrl.envs import factbook
 from agentrl.envs.search_r1 import SearchR1
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.reward import Scorer
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import EpisodeWriter
@@ -136,7 +137,15 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
         limits = Limits(max_turns=4, max_response_tokens=480, context_length=512)
         sampling = SamplingParams(max_new_tokens=1)
         runner = EpisodeRunner(
-            Disguised, Disguised, engine, renderer, Scorer([]), limits=limits, sampling=sampling, seed=0
+            make_env=Disguised,
+            env_class=Disguised,
+            engine=engine,
+            renderer=renderer,
+            scorer=Scorer([]),
+            limits=limits,
+            sampling=sampling,
+            seed=0,
+            pools=ThreadPools(Disguised),
         )
         groups, table = await Rollout(runner, RolloutLimits(concurrency=64, min_group_size=1)).run(
             [spec] for spec, _ in batch

@@ -170,7 +170,7 @@ def _raises_on_errors(self, action):
 BROKEN = {
     "step returns text": (step_of(lambda s, a: "text"), "contract", "must return a StepResult"),
     "step returns None": (step_of(lambda s, a: None), "contract", "must return a StepResult"),
-    "empty observation": (step_of(lambda s, a: StepResult()), "contract", "ended nothing and observed nothing"),
+    "empty observation": (step_of(lambda s, a: StepResult()), "contract", "returned no observation and did not end the episode"),
     "reward is NaN": (step_of(lambda s, a: StepResult("x", float("nan"))), "contract", "finite number"),
     "reward is text": (step_of(lambda s, a: StepResult("x", "1")), "contract", "finite number"),
     "info is no mapping": (step_of(lambda s, a: StepResult("x", info=5)), "contract", "info must be a mapping"),

@@ -11,7 +11,7 @@ import pytest
 from doubles import until
 
 from agentrl.core import timeout_pool as pool_module
-from agentrl.core.timeout_pool import DeadlineError, Pool, PoolExhaustedError, is_async
+from agentrl.core.timeout_pool import DeadlineError, PoolExhaustedError, TimeoutPool, is_async
 from agentrl.errors import InfraError
 
 SOON_S = 10.0
@@ -20,7 +20,7 @@ SOON_S = 10.0
 
 @pytest.fixture
 def pool():
-    made = Pool("test", threads=4, max_abandoned=3)
+    made = TimeoutPool("test", threads=4, max_abandoned=3)
     yield made
     made.close()
 
@@ -91,7 +91,7 @@ async def test_one_hanging_call_does_not_hold_up_one_made_at_the_same_time(pool,
 
 
 async def test_time_starts_when_the_call_does(gate):
-    pool = Pool("test", threads=1)
+    pool = TimeoutPool("test", threads=1)
     first = asyncio.create_task(pool.call(gate, timeout_s=SOON_S))
     await asyncio.to_thread(gate.entered.acquire)
     second = asyncio.create_task(pool.call(lambda: "done", timeout_s=1.0))
@@ -102,7 +102,7 @@ async def test_time_starts_when_the_call_does(gate):
 
 
 async def test_an_abandoned_call_gives_its_place_to_one_that_waits(gate):
-    pool = Pool("test", threads=1)
+    pool = TimeoutPool("test", threads=1)
     hanging = asyncio.create_task(pool.call(gate, timeout_s=0.1))
     await asyncio.to_thread(gate.entered.acquire)
     waiting = asyncio.create_task(pool.call(lambda: "done"))
@@ -127,7 +127,7 @@ async def test_hanging_calls_are_counted_and_past_the_limit_the_pool_fails_at_on
 
 
 async def test_threads_do_not_pile_up():
-    pool = Pool("counted", threads=4, max_abandoned=3)
+    pool = TimeoutPool("counted", threads=4, max_abandoned=3)
 
     def threads():
         return sum(t.name == pool.name for t in threading.enumerate())
@@ -147,7 +147,7 @@ async def test_threads_do_not_pile_up():
 
 
 async def test_a_cancelled_call_is_abandoned_and_its_place_is_free(gate):
-    pool = Pool("test", threads=1)
+    pool = TimeoutPool("test", threads=1)
     hanging = asyncio.create_task(pool.call(gate))
     await asyncio.to_thread(gate.entered.acquire)
     hanging.cancel()
@@ -158,7 +158,7 @@ async def test_a_cancelled_call_is_abandoned_and_its_place_is_free(gate):
 
 
 async def test_cancelled_while_it_waits_for_a_thread(gate):
-    pool = Pool("test", threads=1)
+    pool = TimeoutPool("test", threads=1)
     hanging = asyncio.create_task(pool.call(gate, "first"))
     await asyncio.to_thread(gate.entered.acquire)
     calls = []
@@ -251,7 +251,7 @@ async def test_arguments_may_have_any_name(pool):
 
 def test_a_call_that_outlives_its_event_loop_does_no_harm(recwarn):
     gate = Gate()
-    pool = Pool("test")
+    pool = TimeoutPool("test")
 
     async def main():
         with pytest.raises(DeadlineError):

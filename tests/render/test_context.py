@@ -1,5 +1,7 @@
 """The context hook: what leaves a long conversation opens a segment, and everything else goes on as if nothing had happened."""
 
+import dataclasses
+
 import pytest
 from doubles import FakeGenerator, call, groups_of, make_runner, play
 
@@ -99,7 +101,7 @@ async def test_a_replay_asks_todays_policy(hermes, tmp_path):
     assert await replayed(Long, hermes, read[:2]) == [None, None]
     other = type("Long", (Long,), {"context_policy": DropOldTurns(keep=2, above=0.5)})
     (found, _) = await replayed(other, hermes, read[:2])
-    assert (found.cause, found.what) == ("env", "what the context policy left")
+    assert (found.cause, found.what) == ("env", "the result of the context policy")
     first = next(u.index for u in read[0].turns if u.context)
     assert found.turn == first
 
@@ -125,7 +127,7 @@ async def test_a_policy_that_asks_a_model_is_not_asked_again(hermes, tmp_path):
     runner.engine.turns[f"fork/{read[0].episode_id}@{at}/0/{read[0].episode_id}"] = at
     (branch,) = await fork(runner, read[0], at)
     assert branch.trajectory.turns[at - 1].context is not None
-    assert runner.rewrite.__self__ is runner
+    assert runner.rewrite_context is None
     runner.close()
 
 
@@ -191,7 +193,7 @@ async def test_the_command_lines_policy_goes_before_the_environments(hermes):
         context_policy = None
 
     runner = make_runner(Never, script, hermes, **LIMITS)
-    runner.context_policy = DropOldTurns(keep=1, above=0.5)
+    runner = dataclasses.replace(runner, context_policy=DropOldTurns(keep=1, above=0.5))
     t = await runner.run(groups_of(1, 1)[0][0])
     runner.close()
     assert t.stop_reason is StopReason.TERMINATED

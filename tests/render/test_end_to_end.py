@@ -15,6 +15,7 @@ from agentrl.engine.base import SamplingParams
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
+from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.tool import tool
 from agentrl.train.megatron.trainer import MegatronTrainer
@@ -77,11 +78,12 @@ async def episode(name, model, monkeypatch):
     engine = LocalEngine(model, decode=tokenizer(name).decode, max_running=2, threads=1)
     await engine.start()
     runner = EpisodeRunner(
-        Lookup,
-        Lookup,
-        engine,
-        ours,
-        Scorer([]),
+        make_env=Lookup,
+        env_class=Lookup,
+        engine=engine,
+        renderer=ours,
+        scorer=Scorer([]),
+        pools=ThreadPools(Lookup),
         limits=Limits(context_length=2048),
         sampling=SamplingParams(1, temperature=TEMPERATURE),
         seed=1,

@@ -154,7 +154,7 @@ async def test_the_record_keeps_each_image_once_and_replays(renderer, played, tm
     runner = make_runner(Map, [], renderer, temperature=0.7)
     (outcome,) = await replay_group(runner, [again])
     assert outcome.divergence is None, outcome.divergence
-    runner.env_class = runner.make_env = Other
+    runner = dataclasses.replace(runner, env_class=Other, make_env=Other)
     (outcome,) = await replay_group(runner, [again])
     assert (outcome.divergence.cause, outcome.divergence.turn) == ("env", 1)
     runner.close()
@@ -243,9 +243,9 @@ async def test_a_runner_process_and_its_controller_record_the_same(renderer, pla
     _, t = played
 
     class Process:
-        asked = ()
+        pending = ()
 
-        async def ask(self, kind, payload):
+        async def request(self, kind, payload):
             self.spec = pickle.loads(payload)
             return pickle.loads(pickle.dumps(t))
 

@@ -26,10 +26,10 @@ from replays import (
 )
 
 from agentrl import reward, tool
+from agentrl.core.sequences import first_difference
 from agentrl.errors import InfraError
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.replay import parallel_replay as parallel
-from agentrl.replay.json_values import first_unlike
 from agentrl.replay.playback import EveryTool
 from agentrl.store import Recording
 from agentrl.types import FinishReason, Provenance, StopReason
@@ -155,7 +155,7 @@ async def test_a_planted_environment_fault(tmp_path, tokenizer, tags):
         quiet, loud = (tokenizer.encode(text) for text in ("France is in Europe", "FRANCE IS IN EUROPE"))
         assert ids[begin : begin + len(quiet)] == quiet
         assert d.what == "the observation"
-        assert where(d) == ("env", 1, begin + first_unlike(quiet, loud))
+        assert where(d) == ("env", 1, begin + first_difference(quiet, loud))
         assert (d.then, d.today) == ("France is in Europe", "FRANCE IS IN EUROPE")
 
 
@@ -165,7 +165,7 @@ async def test_a_planted_environment_fault(tmp_path, tokenizer, tags):
         ({"reward": 0.5}, "the step reward"),
         ({"info": {"n": 1}}, "info"),
         ({"state_key": "k"}, "state_key"),
-        ({"terminated": True}, "how the episode goes on"),
+        ({"terminated": True}, "how the episode continues"),
     ],
 )
 async def test_an_environment_that_answers_otherwise(tmp_path, tags, change, what):
@@ -236,8 +236,8 @@ async def test_another_weight_is_a_reward_that_differs(tmp_path, tags):
 @pytest.mark.parametrize(
     ("then", "now", "turn", "what"),
     [
-        ({}, {"max_turns": 2}, 1, "how the episode goes on"),
-        ({"max_turns": 2}, {}, 1, "how the episode goes on"),
+        ({}, {"max_turns": 2}, 1, "how the episode continues"),
+        ({"max_turns": 2}, {}, 1, "how the episode continues"),
         ({}, {"max_tokens_per_turn": 8}, 0, "room for the generation"),
         ({"max_tokens_per_turn": 8}, {}, 0, "room for the generation"),
         ({}, {"max_response_tokens": 22}, 0, "how much of the observation fits"),
@@ -250,7 +250,7 @@ async def test_a_planted_limit_fault(tmp_path, tags, then, now, turn, what):
     found = differences(await replay(Search, tags, episodes, **now))
     for d, t, fresh in zip(found, episodes, again, strict=True):
         assert d.what == what
-        assert where(d) == ("limit", turn, first_unlike(t.segments[0].ids, fresh.segments[0].ids))
+        assert where(d) == ("limit", turn, first_difference(t.segments[0].ids, fresh.segments[0].ids))
 
 
 async def test_a_call_that_is_too_many_is_a_limit_at_the_call(tmp_path, tokenizer, tags):
@@ -305,7 +305,7 @@ async def test_an_environment_that_its_tools_change_is_identical_because_they_ar
 
 def test_several_processes_find_what_one_finds(tmp_path, tags, monkeypatch):
     """Two chunks, and a process that has one waits until another has the other."""
-    monkeypatch.setattr(parallel, "_CHUNK", 2)
+    monkeypatch.setattr(parallel, "_GROUPS_PER_JOB", 2)
     asyncio.run(record(Search, script, tags, tmp_path / "run"))
     recording = Recording(tmp_path / "run")
     both = multiprocessing.get_context("fork").Barrier(2)
@@ -317,8 +317,8 @@ def test_several_processes_find_what_one_finds(tmp_path, tags, monkeypatch):
         return make_runner(Search, FakeGenerator(tags, []), tags, rewards=Search.rewards, max_turns=2)
 
     told = []
-    found = parallel.replay_entries(parallel.Work(recording, runner), recording.episodes, 2, told.append)
-    alone = parallel.replay_entries(parallel.Work(recording, partial(runner, meet=False)), recording.episodes, 1)
+    found = parallel.replay_entries(parallel.ReplayJob(recording, runner), recording.episodes, 2, told.append)
+    alone = parallel.replay_entries(parallel.ReplayJob(recording, partial(runner, meet=False)), recording.episodes, 1)
     pids = {p.name for p in tmp_path.glob("process-*")}
     assert len(pids) == 2
     assert f"process-{os.getpid()}" not in pids
@@ -357,7 +357,7 @@ async def test_failures_are_replayed_as_failures(tmp_path, tags, env, reason):
     fixed = differences(await replay(Search, tags, [t]))[0]
     if reason is StopReason.ENV_FAILURE:
         assert (fixed.cause, fixed.turn) == ("env", 0)
-        assert (fixed.then, fixed.today) == ("env_failure (env step: ValueError)", "goes on")
+        assert (fixed.then, fixed.today) == ("env_failure (env step: ValueError)", "continues")
 
 
 @pytest.mark.parametrize("turn", [0, 1])

@@ -154,7 +154,8 @@ async def test_tools_that_change_the_environment_have_changed_it_by_the_fork(tag
     runner = make_runner(Guess, script, tags, rewards=Guess.rewards)
     t = await runner.run(groups_of(1, 1)[0][0])
     assert [x.reward for x in t.turns] == [1.0, 2.0]
-    runner.engine = FakeGenerator(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn)))
+    live = FakeGenerator(tags, lambda r: script(dataclasses.replace(r, turn=1 + r.turn)))
+    runner = dataclasses.replace(runner, engine=live)
     (branch,) = await fork(runner, t, 1)
     runner.close()
     assert branch.differs_at is None
@@ -181,7 +182,7 @@ async def test_a_turn_that_is_not_there_and_code_that_does_not_get_there(tags):
             return "something else"
 
     runner = make_runner(Other, script, tags)
-    with pytest.raises(StoreError, match="does not get to turn 1 as recorded"):
+    with pytest.raises(StoreError, match="does not reach turn 1 as recorded"):
         await fork(runner, t, 1)
     runner.close()
 
@@ -201,7 +202,7 @@ async def test_replay_of_one_episode_under_another_limit_exits_with_1(lookup_run
     assert await command("replay", path, "3-0", "--max-turns", 2) == 1
     out = capsys.readouterr().out
     assert "1 episodes replayed: 0 identical, 1 differ" in out
-    assert "limit: how the episode goes on at turn 1" in out
+    assert "limit: how the episode continues at turn 1" in out
 
 
 async def test_rescore_end_to_end(lookup_run, tmp_path, capsys):

@@ -167,7 +167,7 @@ async def test_the_last_observation_is_not_appended_when_turns_run_out(hermes):
     [
         (lambda: "text", "must return a StepResult"),
         (lambda: None, "must return a StepResult"),
-        (lambda: StepResult(()), "ended nothing and observed nothing"),
+        (lambda: StepResult(()), "returned no observation and did not end the episode"),
         (lambda: StepResult(5), "an observation must be"),
         (lambda: StepResult("x", reward=float("nan")), "finite number"),
         (lambda: StepResult("x", reward="1"), "finite number"),

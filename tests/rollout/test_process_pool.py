@@ -165,7 +165,7 @@ async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, s
     class Slow:
         def update(self):
             nonlocal behind
-            asked = sum(len(p.asked) for p in job.collector.processes._processes)
+            asked = sum(len(p.pending) for p in job.collector.processes._processes)
             behind = max(behind, asked)
             time.sleep(0.01)  # the controller is slow, the processes are not
 
@@ -200,11 +200,11 @@ async def test_a_process_that_always_dies_ends_the_run(settings):
 
 
 async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(runners, "SILENCE_S", 8.0)
-    monkeypatch.setattr(runners, "BEAT_S", 1.0)
+    monkeypatch.setattr(runners, "HEARTBEAT_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(runners, "HEARTBEAT_S", 1.0)
     done, _ = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
     assert len(done) == 24
-    assert "gave no sign of life for 8 s" in caplog.text
+    assert "sent no heartbeat for 8 s" in caplog.text
 
 
 async def test_a_broken_contract_ends_the_run_with_its_sentence(settings):
@@ -230,7 +230,7 @@ async def test_a_task_that_cannot_be_sent_is_named(settings):
 
 
 async def test_a_limit_too_small_to_share_is_refused(settings):
-    with pytest.raises(ContractError, match=r"tool search allows 4 calls at once .* at most --runner-processes 4"):
+    with pytest.raises(ContractError, match=r"tool search allows 4 concurrent calls .* at most --runner-processes 4"):
         await run(settings("many", 5))
 
 

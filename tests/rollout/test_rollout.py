@@ -12,7 +12,8 @@ from agentrl import Env, StepResult
 from agentrl.engine.scripted import ScriptedEngine
 from agentrl.errors import ContractError, EngineAbort, EngineFailure, TooManyFailuresError
 from agentrl.reward import Reward, Scorer
-from agentrl.rollout.rollout import CauseTable, Rollout, RolloutLimits
+from agentrl.rollout.failures import CauseTable
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.types import EpisodeSpec, FinishReason, StopReason
 
 
@@ -147,9 +148,7 @@ async def test_above_the_share_of_failures_the_run_stops_with_the_table(hermes):
 
 
 async def test_case_30_when_every_episode_fails_the_run_stops_and_does_not_wait(hermes):
-    with pytest.raises(
-        TooManyFailuresError, match=r"\(21 of 21 attempts failed\), the last 21 of them one after another"
-    ):
+    with pytest.raises(TooManyFailuresError, match=r"\(21 of 21 attempts failed\), the last 21 of them consecutively"):
         await asyncio.wait_for(rollout(hermes, [EngineFailure("down")], concurrency=10).run(groups_of(50, 4)), 10)
 
 

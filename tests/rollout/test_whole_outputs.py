@@ -39,7 +39,7 @@ class Pages(ToolEnv):
 async def record(hermes, folder, keep=True):
     writer = EpisodeWriter(folder)
     runner = make_runner(Pages, SCRIPT, hermes)
-    runner.tool_executor.keep = writer.outputs.write if keep else None
+    runner.pools.tool_executor.save_output = writer.outputs.write if keep else None
     groups, _ = await Rollout(runner, RolloutLimits()).run(groups_of(2, 2))
     runner.close()
     for g in groups:

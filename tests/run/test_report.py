@@ -9,7 +9,7 @@ from doubles import group_of, trajectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from agentrl.config import Config, build_config
-from agentrl.rollout.rollout import CauseTable
+from agentrl.rollout.failures import CauseTable
 from agentrl.run.metrics import eval_metrics, flatten, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.train.schedule import rollout_learning_rate

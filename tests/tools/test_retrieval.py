@@ -16,7 +16,7 @@ from aiohttp import web
 from doubles import play
 from retrieval_server import Handler, Server
 
-from agentrl.core.timeout_pool import Pool
+from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.envs.factbook import Passage, expert_plan, passages, questions
 from agentrl.envs.search_r1 import SearchR1
 from agentrl.errors import DataError, InfraError
@@ -191,13 +191,13 @@ def test_a_slow_or_absent_server_is_an_infrastructure_failure(server: Server) ->
 
 async def test_a_server_that_hangs_is_not_the_policys_doing(tags: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all times a hundredth: the search fails before the tool's time is up, is tried again, and then fails the episode."""
-    client, call = httpx.Client, Pool.call
+    client, call = httpx.Client, TimeoutPool.call
 
-    async def quick(self: Pool, *args: Any, timeout_s: float = 1.0, **kwargs: Any) -> Any:
+    async def quick(self: TimeoutPool, *args: Any, timeout_s: float = 1.0, **kwargs: Any) -> Any:
         return await call(self, *args, timeout_s=timeout_s / 100, **kwargs)
 
     monkeypatch.setattr(httpx, "Client", lambda timeout: client(timeout=timeout / 100))
-    monkeypatch.setattr(Pool, "call", quick)
+    monkeypatch.setattr(TimeoutPool, "call", quick)
     with socket.create_server(("127.0.0.1", 0)) as hung:  # connects, and never answers
         url = f"http://127.0.0.1:{hung.getsockname()[1]}/retrieve"
         env_args = {"retriever": "http", "url": url}
