@@ -1,4 +1,4 @@
-"""`python -m agentrl.cli`."""
+"""Run the command line with `python -m agentrl.cli`."""
 
 import os
 import sys

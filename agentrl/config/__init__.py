@@ -1,8 +1,10 @@
-"""Settings: frozen dataclasses with a docstring per field. Layers, the later ones winning: defaults, the environment's own TOML
-(`envs/NAME.toml` beside its file), `--config FILE.toml`, flags. Unknown keys are errors with a suggestion.
+"""Settings of a run, as frozen pydantic dataclasses with one section each.
 
-Field names are unique over all sections, so that each is also a flag: `rollout_batch_size` is `--rollout-batch-size`. Megatron's own
-settings live in the table `[megatron]` under Megatron's names, SGLang's in `[sglang]`.
+Settings come in layers, of which later ones win: the defaults, the environment's own TOML (`envs/NAME.toml` beside its file),
+`--config FILE.toml`, and flags. Unknown keys are errors with a suggestion.
+
+Field names are unique over all sections, so that each is also a flag: `rollout_batch_size` is `--rollout-batch-size`. Megatron's settings are
+in the table [megatron] under Megatron's names, SGLang's in [sglang].
 """
 
 from agentrl.config.load import Layer, build_config, read_toml
@@ -10,14 +12,9 @@ from agentrl.config.settings import (
     FIELDS,
     SECTIONS,
     Config,
-    DataSettings,
     EngineSettings,
     EnvSettings,
-    EvalSettings,
-    ModelSettings,
-    RolloutSettings,
     RunSettings,
-    SftSettings,
     TrainSettings,
 )
 
@@ -25,15 +22,10 @@ __all__ = [
     "FIELDS",
     "SECTIONS",
     "Config",
-    "DataSettings",
     "EngineSettings",
     "EnvSettings",
-    "EvalSettings",
     "Layer",
-    "ModelSettings",
-    "RolloutSettings",
     "RunSettings",
-    "SftSettings",
     "TrainSettings",
     "build_config",
     "read_toml",

@@ -1,4 +1,4 @@
-"""Paths in settings made absolute, so that a run folder can be resumed, replayed and viewed from anywhere."""
+"""Make paths in settings absolute, so that a run can be resumed, replayed and viewed from any directory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from agentrl.core.name_syntax import split_object, split_slice, split_weight
 
 
 def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
-    """The same settings, with paths that exist, seen from here, made absolute: of the model (unless it is an `embedded` one's name), of code,
-    data and SGLang's Python. What environments, Megatron and SGLang's servers are given stays as it is.
+    """The same settings with absolute paths, for paths that exist relative to the working directory.
+
+    These are the paths of the model (unless it is the name of an `embedded` one), of code, of data and of SGLang's Python. Arguments of the
+    environment and settings of Megatron and SGLang are not changed.
     """
     model, env, data, engine = config.model, config.env, config.data, config.engine
-    sets = [_data(x) if i % 2 else x for i, x in enumerate(config.eval.eval_prompt_data)]
+    eval_data = (_data(word) if i % 2 else word for i, word in enumerate(config.eval.eval_prompt_data))
     return replace(
         config,
         model=model if model.hf_checkpoint in embedded else replace(model, hf_checkpoint=_path(model.hf_checkpoint)),
@@ -26,7 +28,7 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
             context_policy=env.context_policy and _code(env.context_policy),
         ),
         data=replace(data, prompt_data=data.prompt_data and _data(data.prompt_data)),
-        eval=replace(config.eval, eval_prompt_data=tuple(sets)),
+        eval=replace(config.eval, eval_prompt_data=tuple(eval_data)),
         engine=replace(
             engine,
             engine_python=engine.engine_python and _path(engine.engine_python),
@@ -36,19 +38,19 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
     )
 
 
-def _path(text: str, apart: str = "") -> str:
-    """`text`, unless the path would hold a character that would set it apart from something."""
-    whole = str(Path(text).absolute())
-    return whole if text and Path(text).exists() and not any(c in whole for c in apart) else text
+def _path(text: str, separators: str = "") -> str:
+    """The absolute path if it exists and contains none of `separators`; otherwise `text`."""
+    absolute = str(Path(text).absolute())
+    return absolute if text and Path(text).exists() and not any(c in absolute for c in separators) else text
 
 
 def _code(text: str) -> str:
-    """`file.py`, and what is in it and its weight."""
+    """Make the path in `file.py[:Object][=WEIGHT]` absolute."""
     file, _ = split_object(split_weight(text)[0])
     return _path(file) + text[len(file) :] if file.endswith(".py") else text
 
 
 def _data(text: str) -> str:
-    """`file`, and which part of it."""
+    """Make the path in `file[@[a:b]]` absolute."""
     file, part = split_slice(text)
     return _path(file) + part
