@@ -1,24 +1,24 @@
-"""Every error agentrl raises, in one tree; each also inherits the standard library's type for its kind.
+"""Every error that agentrl raises, in one tree. Each also inherits the built-in exception of its kind.
 
     AgentRLError
-    ├── UsageError (ValueError)            something a person wrote is wrong; the command line exits with status 2
-    │   ├── ConfigError                    a flag, a TOML key, an equation that does not hold
+    ├── UsageError (ValueError)            invalid user input; the command line exits with status 2
+    │   ├── ConfigError                    a flag, a TOML key, settings that contradict each other
     │   ├── DataError                      a data file, a row of it, a label
-    │   ├── UnknownNameError               an environment, reward, tool or renderer nobody registered
-    │   ├── TemplateError                  a model's chat template or tokenizer cannot do what is asked
-    │   └── ContractError                  a user's Env, Tool or reward broke its contract
-    ├── InvariantError (ValueError)        a Sample, Span or Batch that contradicts itself: a bug, never data
+    │   ├── UnknownNameError               an environment, reward, tool or renderer that is not registered
+    │   ├── TemplateError                  a model's chat template or tokenizer lacks what a setting needs
+    │   └── ContractError                  a user's Env, Tool or reward violates its contract
+    ├── InvariantError (ValueError)        an inconsistent Sample, Span or Batch: a bug, not bad data
     ├── StoreError (OSError)               a record that cannot be read or written
     ├── WorkerError (RuntimeError)         a trainer process died, hung or raised
-    ├── TooManyFailuresError (RuntimeError)  a rollout lost more episodes than it may
-    └── Failure (RuntimeError)             infrastructure failed under an episode: it is data (design §6), never a reward of 0
-        ├── EngineFailure                  the engine did not answer, or answered nonsense
-        ├── EngineAbort                    the engine gave the request up on purpose (weight update, over-sampling)
-        ├── EnvFailure                     reset, step or close raised or ran out of time
-        ├── ToolFailure                    a tool's infrastructure failed (not: the tool raised, which the policy sees)
-        └── RewardFailure                  a reward raised, ran out of time or returned no number
+    ├── TooManyFailuresError (RuntimeError)  a rollout lost more episodes than max_failure_share allows
+    └── Failure (RuntimeError)             infrastructure failed during an episode; it becomes the stop reason, never a reward of 0
+        ├── EngineFailure                  the engine did not respond, or its response is invalid
+        ├── EngineAbort                    the engine aborted the request, for example for a weight update
+        ├── EnvFailure                     reset, step or close raised or timed out
+        ├── ToolFailure                    a tool's infrastructure failed (a tool that raises is an observation, not a failure)
+        └── RewardFailure                  a reward raised, timed out or did not return a number
 
-`InfraError` is what a user's tool or environment raises to say 'this is not the policy's doing'.
+A user's tool or environment raises `InfraError` for a failure of infrastructure, which the policy did not cause.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from traceback import walk_tb
 
 
 class AgentRLError(Exception):
-    """Base of all errors raised on purpose by agentrl."""
+    """Base class of the errors of agentrl."""
 
 
 class UsageError(AgentRLError, ValueError):
-    """Something a person wrote is wrong. One sentence: where, what was expected, what was found, what to do."""
+    """Invalid user input. The message is one sentence: where, what was expected, what was found, what to do."""
 
 
 class ConfigError(UsageError):
-    """A flag, a TOML key, or settings that contradict each other."""
+    """An invalid flag or TOML key, or settings that contradict each other."""
 
 
 class DataError(UsageError):
-    """A data file, a row of it, or a label is not what it should be."""
+    """An invalid data file, row or label."""
 
 
 class UnknownNameError(UsageError, LookupError):
-    """A name that is not registered; carries close matches."""
+    """A name that is not registered. The message suggests close matches."""
 
     @classmethod
     def of(cls, kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
-        """Build 'unknown KIND NAME; did you mean …? known: …'."""
+        """Return the error 'unknown KIND NAME' with close matches or the known names."""
         return cls(f"unknown {kind} {name!r}{suggest(name, known)}")
 
 
 class TemplateError(UsageError):
-    """The model's chat template or tokenizer cannot do what is asked of it."""
+    """The model's chat template or tokenizer lacks what a setting needs."""
 
 
 class ContractError(UsageError, TypeError):
-    """A user's Env, Tool or reward returned or declared something its contract does not allow."""
+    """A user's Env, Tool or reward returned or declared something that its contract does not allow."""
 
 
 class InvariantError(AgentRLError, ValueError):
-    """An object that contradicts itself: a fault in agentrl or in code that builds Samples by hand."""
+    """An inconsistent object: a bug in agentrl, or in code that builds Samples itself."""
 
 
 class StoreError(AgentRLError, OSError):
@@ -72,19 +72,19 @@ class StoreError(AgentRLError, OSError):
 
 
 class WorkerError(AgentRLError, RuntimeError):
-    """A worker process died, hung or raised; the message holds the end of its log."""
+    """A worker process died, hung or raised. The message holds the end of its log."""
 
 
 class TooManyFailuresError(AgentRLError, RuntimeError):
-    """A rollout lost more episodes than `max_failure_share` allows; the message is the table of causes."""
+    """A rollout lost more episodes than `max_failure_share` allows. The message is the table of causes."""
 
 
 class InfraError(AgentRLError, RuntimeError):
-    """Raised by user code (tool, environment) for a failure of infrastructure, not of the policy."""
+    """Raised by a user's tool or environment for a failure of infrastructure, which the policy did not cause."""
 
 
 class Failure(AgentRLError, RuntimeError):
-    """Infrastructure failed under an episode. `cause` names it in the table of causes, in a few words."""
+    """Infrastructure failed during an episode. `cause` is its short name in the table of causes."""
 
     def __init__(self, message: str, cause: str | None = None) -> None:
         super().__init__(message)
@@ -95,15 +95,15 @@ class Failure(AgentRLError, RuntimeError):
 
 
 class EngineFailure(Failure):
-    """The engine did not answer, or answered something impossible."""
+    """The engine did not respond, or its response is invalid."""
 
 
 class EngineAbort(Failure):
-    """The engine gave a request up on purpose; the episode is re-queued or resumed."""
+    """The engine aborted a request; the episode runs again."""
 
 
 class EnvFailure(Failure):
-    """`reset`, `step` or `close` of an environment raised or ran out of time."""
+    """`reset`, `step` or `close` of an environment raised or timed out."""
 
 
 class ToolFailure(Failure):
@@ -111,14 +111,14 @@ class ToolFailure(Failure):
 
 
 class RewardFailure(Failure):
-    """A reward raised, ran out of time, or returned something that is not a number."""
+    """A reward raised, timed out, or returned something that is not a number."""
 
 
 class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "env Maze.step"):`
-    """Attribute whatever user code raises inside to one kind of `Failure`: the one place where anything may be caught.
+    """Convert whatever user code raises inside the block to one kind of `Failure`. Only this class may catch any exception.
 
-    Failures and usage errors pass unchanged; a cancellation passes (it belongs to whoever cancelled). No generator-based context
-    manager, since those let StopIteration through.
+    Failures, usage errors and cancellations pass unchanged. It is not a generator-based context manager, because those let StopIteration
+    through.
     """
 
     def __init__(self, failure: type[Failure], where: str) -> None:
@@ -139,7 +139,7 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
 
 
 def place(error: BaseException, mine: Callable[[str], bool]) -> tuple[str, int]:
-    """File and line: the innermost one in a file that is `mine`, else the innermost at all."""
+    """Return file and line of the innermost frame in a file for which `mine` is true; of the innermost frame if there is none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     return ([line for line in lines if mine(line[0])] or lines)[-1]
 
@@ -149,7 +149,7 @@ def _is_users(file: str) -> bool:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean 'a' or 'b'?' for close matches, else the known names (up to 12)."""
+    """Return '; did you mean 'a' or 'b'?' for close matches, else '; known: …' with up to 12 names."""
     names = sorted(set(known))
     close = get_close_matches(name, names, n=3, cutoff=0.6)
     if close:
