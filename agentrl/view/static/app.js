@@ -10,11 +10,17 @@
   let run = null;
   let page = null; // { name, refresh?, keys? }
 
-  async function get(path, query) {
+  function search(query) {
     const params = new URLSearchParams(Object.entries(query || {}).filter(([, v]) => v !== "" && v !== null && v !== undefined));
-    const answer = await fetch(`api/${path}${params.size ? `?${params}` : ""}`);
-    const value = await answer.json();
-    if (!answer.ok || value.error) throw new Error(value.error || `status ${answer.status}`);
+    return params.size ? `?${params}` : "";
+  }
+
+  const link = (name, query) => `#/${name}${search(query)}`;
+
+  async function get(path, query) {
+    const response = await fetch(`api/${path}${search(query)}`);
+    const value = await response.json();
+    if (!response.ok || value.error) throw new Error(value.error || `status ${response.status}`);
     return value;
   }
 
@@ -90,7 +96,7 @@
     const all = curves(run.metrics);
     const ends = run.table;
     const rest = all.slice(12);
-    main.replaceChildren(
+    main.replaceChildren(...[
       h("h1", {}, AR.visible(run.name)),
       h("p", { class: "soft" }, `${run.state.episodes} episodes, ${run.state.steps} optimizer steps recorded${run.truncated ? `; ${run.truncated} incomplete record(s) skipped` : ""}`),
       run.note ? h("p", { class: "soft" }, AR.visible(run.note)) : null,
@@ -100,9 +106,8 @@
       h("div", { class: "card" }, h("table", { id: "causes" }, h("thead", {}, h("tr", {}, ["split", "stop reason", "status"].map((t) => h("th", {}, t)), h("th", { class: "n" }, "count"), h("th", { class: "n" }, "share"), h("th", {}, "cause"))), h("tbody", {}, ends.map((f) => h("tr", {}, h("td", {}, AR.visible(f.split)), h("td", {}, h("a", { href: link("episodes", { split: f.split, stop: f.stop }) }, AR.visible(f.stop))), h("td", { class: f.status === "failed" ? "bad" : "" }, f.status), h("td", { class: "n" }, f.count), h("td", { class: "n" }, `${((100 * f.count) / Math.max(1, run.state.episodes)).toFixed(1)} %`), h("td", {}, AR.visible(f.cause))))))),
       ...(Object.keys(run.replay).length ? [h("h2", {}, "Last replay"), h("div", { class: "card", id: "replayed" }, Object.entries(run.replay).map(([k, n]) => h("p", {}, h("a", { href: link("episodes", { replay: k }) }, `${k}: ${n}`))))] : []),
       ...(run.rescore ? rescored(run.rescore) : []),
-      run.config ? h("details", {}, h("summary", {}, "settings"), h("pre", {}, AR.visible(run.config))) : "",
-    );
-    [...main.childNodes].forEach((n) => n.nodeType === Node.TEXT_NODE && n.remove());
+      run.config ? h("details", {}, h("summary", {}, "settings"), h("pre", {}, AR.visible(run.config))) : null,
+    ].filter(Boolean));
     page = { name: "run", refresh: showRun };
     painted("run");
   }
@@ -112,11 +117,6 @@
   const ROW = 30;
   const PAGE = 100;
   const COLUMNS = [["id", "episode", "92px"], ["step", "step", "40px", 1], ["split", "split", "64px"], ["stop", "ended", "92px"], ["score", "score", "48px", 1], ["turns", "turns", "42px", 1], ["sampled", "sampled", "58px", 1], ["tokens", "tokens", "50px", 1], ["seconds", "time", "56px", 1], ["version", "version", "52px", 1], ["advantage", "advantage", "68px", 1], ["replay", "replay", "68px"], ["text", "prompt", "minmax(120px, 1fr)"], ["answer", "answer", "minmax(80px, .4fr)"]];
-
-  function link(name, query) {
-    const params = new URLSearchParams(Object.entries(query || {}).filter(([, v]) => v !== "" && v !== null && v !== undefined));
-    return `#/${name}${params.size ? `?${params}` : ""}`;
-  }
 
   async function showList(query) {
     if (!run) run = await get("run");
@@ -130,7 +130,7 @@
     const tall = h("div");
     body.append(tall);
     const count = h("span", { class: "soft", id: "count" });
-    const search = h("input", { type: "search", placeholder: "search ids, prompts, answers, causes  ( / )", value: query.q || "", "aria-label": "search" });
+    const searchBox = h("input", { type: "search", placeholder: "search ids, prompts, answers, causes  ( / )", value: query.q || "", "aria-label": "search" });
     const choice = (name, label, values) => {
       const el = h("select", { "aria-label": label, "data-filter": name }, h("option", { value: "" }, label), values.map((v) => h("option", { value: v, selected: query[name] === v }, AR.visible(v))));
       el.addEventListener("change", () => go({ [name]: el.value }));
@@ -145,10 +145,10 @@
       location.replace(link("episodes", { ...query, ...change }));
     };
     let waiting = 0;
-    search.addEventListener("input", () => {
+    searchBox.addEventListener("input", () => {
       clearTimeout(waiting);
       waiting = setTimeout(() => {
-        query = { ...query, q: search.value };
+        query = { ...query, q: searchBox.value };
         history.replaceState(null, "", link("episodes", query));
         reload();
       }, 150);
@@ -160,9 +160,9 @@
       if (pages.has(n)) return;
       pages.set(n, null);
       try {
-        const answer = await get("episodes", { ...query, offset: n * PAGE, limit: PAGE });
-        pages.set(n, answer.rows);
-        if (answer.total !== total) resize(answer.total);
+        const response = await get("episodes", { ...query, offset: n * PAGE, limit: PAGE });
+        pages.set(n, response.rows);
+        if (response.total !== total) resize(response.total);
         draw();
       } catch (e) {
         count.replaceChildren(problem(e));
@@ -222,7 +222,7 @@
     }
     body.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
     main.replaceChildren(
-      h("div", { class: "bar" }, search, choice("split", "all splits", run.splits), choice("stop", "all stop reasons", run.stops), short("step", "step"), short("group", "group"), short("least", "score ≥"), short("most", "score ≤"), Object.keys(run.replay).length ? choice("replay", "all replay results", ["differs", ...Object.keys(run.replay)]) : "", h("button", { type: "button", onclick: () => (location.hash = "#/episodes") }, "clear filters"), count),
+      h("div", { class: "bar" }, searchBox, choice("split", "all splits", run.splits), choice("stop", "all stop reasons", run.stops), short("step", "step"), short("group", "group"), short("least", "score ≥"), short("most", "score ≤"), Object.keys(run.replay).length ? choice("replay", "all replay results", ["differs", ...Object.keys(run.replay)]) : "", h("button", { type: "button", onclick: () => (location.hash = "#/episodes") }, "clear filters"), count),
       h("div", { class: "list" }, head, body),
     );
     const refresh = async () => {
@@ -233,7 +233,7 @@
       name: "episodes",
       refresh,
       keys: {
-        "/": () => search.focus(),
+        "/": () => searchBox.focus(),
         j: () => move(1), ArrowDown: () => move(1), k: () => move(-1), ArrowUp: () => move(-1), PageDown: () => move(20), PageUp: () => move(-20), Home: () => move(-total), End: () => move(total),
         Enter: () => rows.get(here) && rows.get(here).click(),
         c: () => rows.get(here) && mark(rows.get(here).dataset.id),
@@ -245,6 +245,14 @@
   }
 
   // -- one episode -------------------------------------------------------------------------------------------------
+
+  // The keys that choose a tab or a colour in all views.
+  function tabKeys(views) {
+    const each = (act) => () => views.forEach(act);
+    const keys = { v: each((view) => view.tab("conversation")), t: each((view) => view.tab("tokens")), r: each((view) => view.tab("trained")) };
+    for (let n = 0; n < 6; n++) keys[String(n + 1)] = each((view) => view.color(n));
+    return keys;
+  }
 
   async function showEpisode(query) {
     const id = query.id || "";
@@ -258,8 +266,7 @@
       h("h1", {}, `episode ${AR.visible(id)}`),
       view,
     );
-    const keys = { k: () => to(before), j: () => to(after), Escape: () => (location.hash = link("episodes", list)), v: () => view.tab("conversation"), t: () => view.tab("tokens"), r: () => view.tab("trained"), c: () => mark(id) };
-    for (let n = 0; n < 6; n++) keys[String(n + 1)] = () => view.color(n);
+    const keys = { ...tabKeys([view]), k: () => to(before), j: () => to(after), Escape: () => (location.hash = link("episodes", list)), c: () => mark(id) };
     const trained = e.training_step !== null;
     page = { name: "episode", keys, refresh: async () => { if (!trained && (await get("episode", { id })).training_step) await showEpisode(query); } };
     scrollTo(0, 0);
@@ -304,9 +311,7 @@
     const views = [a, b].map((e) => AR.episode(e, { differences, tab: "tokens" }));
     const result = first < 0 ? "identical tokens" : `first difference: token ${differences[first]}${a.segments.length > 1 ? ` of segment ${first}` : ""}`;
     main.replaceChildren(form, h("p", { id: "difference" }, result), h("div", { class: "two" }, views.map((v, n) => h("div", {}, h("h1", {}, h("a", { href: link("episode", { id: [a, b][n].episode_id }) }, AR.visible([a, b][n].episode_id))), v))));
-    const both = (f) => () => views.forEach(f);
-    page.keys = { v: both((x) => x.tab("conversation")), t: both((x) => x.tab("tokens")), r: both((x) => x.tab("trained")) };
-    for (let n = 0; n < 6; n++) page.keys[String(n + 1)] = both((x) => x.color(n));
+    page.keys = tabKeys(views);
   }
 
   // -- routes, updates, keys ---------------------------------------------------------------------------------------
