@@ -108,7 +108,7 @@ def measure(repeats: int) -> dict[str, float]:
             "Factbook, tokenizers alone", cpu_ms(partial(ours.tokenizer.backend.encode, text, add_special_tokens=False))
         )
     for _, text in zip(range(repeats // 4), passages(ours, 1), strict=False):
-        ours.tokenizer._fast._words.clear()
+        ours.tokenizer._content.cache._words.clear()
         note("Factbook, cold", turn(tool(text), histories[4]))
     three = conversation(2)[-3:]
     took["jinja, three messages"] = [

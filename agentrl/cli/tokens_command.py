@@ -27,12 +27,12 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_tokens(args: argparse.Namespace, rest: list[str]) -> int:
-    from agentrl.render.token_report import show_tokens
+    from agentrl.render.token_report import token_report
     from agentrl.run.model_folder import model_folder
 
     if rest:
         raise ConfigError(f"unknown flag {rest[0]}")
-    report = show_tokens(
+    report = token_report(
         model_folder(args.model),
         args.conversation,
         action_format=args.action_format,

@@ -60,7 +60,7 @@ def to_trajectory(
             else:
                 recorder.open(renderer.prompt(messages[:position], tools), turn=number - 1)
         inline = renderer.format.inline  # no end token within one assistant turn
-        said = tuple(renderer.tokenizer.encode(message["content"])) if inline else renderer.said(message)
+        said = tuple(renderer.tokenizer.encode(message["content"])) if inline else renderer.encode_turn(message)
         if recorder.length() + len(said) > max_tokens:
             break
         context = recorder.length()

@@ -1,7 +1,7 @@
 """A model's chat template, compiled once, in the environment that Hugging Face templates expect.
 
-That is: `raise_exception`, `strftime_now`, a `tojson` that escapes nothing for HTML, loop controls, and the `{% generation %}` block
-(here a block like any other: what is trained is known from what was sampled, not from the template).
+That is: `raise_exception`, `strftime_now`, a `tojson` that escapes nothing for HTML, loop controls, and the `{% generation %}` block (here
+without effect: which tokens are trained follows from what was sampled, not from the template).
 """
 
 from __future__ import annotations
@@ -18,86 +18,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.errors import TemplateError
-from agentrl.render.template_trace import Hole, Pattern, Trace, blind, joined, to_json
+from agentrl.render.base import unchanged
+from agentrl.render.template_trace import Pattern, SymbolicText, Trace, concat, mark_untraceable, to_json
 from agentrl.types import Message
-
-
-class ChatTemplate:
-    """Renders conversations to text."""
-
-    def __init__(
-        self, source: str | None, special: Mapping[str, str], where: str = "the model", *, now: datetime | None = None
-    ) -> None:
-        """Compile. `now` is what `strftime_now` says, all the time; None: the moment of compiling, so that a run does not change at midnight.
-
-        Raises:
-            TemplateError: there is no template, or it does not compile.
-        """
-        if not source:
-            raise TemplateError(
-                f"{where} has no chat template; add one to tokenizer_config.json (key chat_template) or chat_template.jinja"
-            )
-        moment = now or datetime.now()
-        env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
-        env.filters["tojson"] = to_json
-        env.globals["raise_exception"] = _raise
-        env.globals["strftime_now"] = moment.strftime
-        for name, function in env.filters.items():
-            if name not in _FOLLOWED:
-                env.filters[name] = _unfollowed(function)
-        try:
-            self._template = env.from_string(source)
-            self._traceable = not any(_in_a_literal(c) for c in env.parse(source).find_all(nodes.Compare))
-        except jinja2.TemplateSyntaxError as e:
-            raise TemplateError(f"{where}: its chat template does not compile: {e.message} (line {e.lineno})") from e
-        self.source = source
-        self._special = dict(special)
-        self._where = where
-
-    def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, generate: bool, **extra: Any
-    ) -> str:
-        """The text of a conversation; `generate` adds the header of the next assistant turn.
-
-        Raises:
-            TemplateError: the template refuses the conversation.
-        """
-        try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=generate, **self._special, **extra
-            )
-        except _REFUSALS as e:
-            raise self._refusal(messages, e) from e
-
-    def trace(
-        self,
-        messages: Sequence[Message],
-        trace: Trace,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        generate: bool,
-        **extra: Any,
-    ) -> Pattern | None:
-        """Render messages that hold `Hole`s; None if the holes could not be followed.
-
-        Raises:
-            TemplateError: the template refuses the conversation.
-        """
-        context = self._template.new_context(
-            dict(messages=messages, tools=tools or None, add_generation_prompt=generate, **self._special, **extra)
-        )
-        try:
-            whole = joined(self._template.root_render_func(context))
-        except _REFUSALS as e:
-            raise self._refusal(messages, e) from e
-        if trace.opaque or trace.balance or not self._traceable:
-            return None
-        return Pattern(whole.parts if isinstance(whole, Hole) else (whole,), tuple(trace.conditions))
-
-    def _refusal(self, messages: Sequence[Message], e: Exception) -> TemplateError:
-        roles = ", ".join(str(m.get("role")) for m in messages)
-        return TemplateError(f"{self._where}: its chat template refuses a conversation of roles ({roles}): {e}")
-
 
 _REFUSALS = (
     jinja2.TemplateError,
@@ -110,56 +33,127 @@ _REFUSALS = (
     RecursionError,
 )
 """what a template raises, on purpose or because it does not expect a message"""
-
-
-_FOLLOWED = frozenset(
-    {
-        "trim",
-        "tojson",
-        "length",
-        "count",
-        "string",
-        "safe",
-        "upper",
-        "lower",
-        "default",
-        "d",
-        "list",
-        "first",
-        "last",
-        "items",
-        "selectattr",
-        "rejectattr",
-        "map",
-        "reverse",
-    }
+_TRACED_FILTERS = frozenset(
+    "trim tojson length count string safe upper lower default d list first last items selectattr rejectattr map reverse".split()
 )
-"""filters that do nothing with a text but what a `Hole` sees"""
+"""filters that read a text only through operations that a `SymbolicText` records"""
+
+
+class ChatTemplate:
+    """Renders conversations to text."""
+
+    def __init__(
+        self,
+        source: str | None,
+        special: Mapping[str, str],
+        where: str = "the model",
+        *,
+        now: datetime | None = None,
+        adapt: Callable[[Sequence[Message]], list[Message]] = unchanged,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compile.
+
+        Args:
+            source: The Jinja text.
+            special: Named special tokens (bos_token, eos_token, …).
+            where: The model, for errors.
+            now: What `strftime_now` returns. None: the moment of compiling, so that a run does not change at midnight.
+            adapt: Converts messages with roles that the template does not know (`Family.adapt`).
+            args: Further variables of the template (enable_thinking=False, …).
+
+        Raises:
+            TemplateError: there is no template, or it does not compile.
+        """
+        if not source:
+            raise TemplateError(
+                f"{where} has no chat template; add one to tokenizer_config.json (key chat_template) or chat_template.jinja"
+            )
+        env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+        for name, function in env.filters.items():
+            if name not in _TRACED_FILTERS:
+                env.filters[name] = _untraced_filter(function)
+        env.filters["tojson"] = to_json
+        env.globals["raise_exception"] = _raise_exception
+        env.globals["strftime_now"] = (now or datetime.now()).strftime
+        try:
+            self._template = env.from_string(source)
+            self._traceable = not any(map(_searches_in_literal, env.parse(source).find_all(nodes.Compare)))
+        except jinja2.TemplateSyntaxError as e:
+            raise TemplateError(f"{where}: its chat template does not compile: {e.message} (line {e.lineno})") from e
+        self.source = source
+        self._where = where
+        self._adapt = adapt
+        self._variables = {**special, **(args or {})}
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, generate: bool
+    ) -> str:
+        """The text of a conversation; `generate` adds the header of the next assistant turn.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        adapted = self._adapt(messages)
+        try:
+            return self._template.render(self._context(adapted, tools, generate))
+        except _REFUSALS as e:
+            raise self._refusal(adapted, e) from e
+
+    def trace(
+        self,
+        messages: Sequence[Message],
+        trace: Trace,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generate: bool,
+    ) -> Pattern | None:
+        """Render messages that hold `SymbolicText`s. None: they could not be traced.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        adapted = self._adapt(messages)
+        context = self._template.new_context(self._context(adapted, tools, generate))
+        try:
+            text = concat(self._template.root_render_func(context))
+        except _REFUSALS as e:
+            raise self._refusal(adapted, e) from e
+        if trace.untraceable or trace.balance or not self._traceable:
+            return None
+        return Pattern(text.parts if isinstance(text, SymbolicText) else (text,), tuple(trace.conditions))
+
+    def _context(self, messages: Sequence[Message], tools: Any, generate: bool) -> dict[str, Any]:
+        return dict(messages=messages, tools=tools or None, add_generation_prompt=generate, **self._variables)
+
+    def _refusal(self, messages: Sequence[Message], e: Exception) -> TemplateError:
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        return TemplateError(f"{self._where}: its chat template refuses a conversation of roles ({roles}): {e}")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    concat = staticmethod(joined)
+    concat = staticmethod(concat)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls of a plain text's methods with holes as arguments read them unseen."""
-        if isinstance(getattr(obj, "__self__", None), str) and not isinstance(obj.__self__, Hole):
-            blind(args, kwargs)
+        """Call, noticing methods of ordinary strings that read symbolic arguments."""
+        if isinstance(getattr(obj, "__self__", None), str) and not isinstance(obj.__self__, SymbolicText):
+            mark_untraceable(args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
 
-def _unfollowed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that may read a text without the hole noticing."""
+def _untraced_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which may read a text without that being recorded."""
 
     @wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        blind(args, kwargs)
+        mark_untraceable(args, kwargs)
         return function(*args, **kwargs)
 
     return wrapped
 
 
-def _in_a_literal(compare: nodes.Compare) -> bool:
-    """`x in 'literal'` reads x unseen."""
+def _searches_in_literal(compare: nodes.Compare) -> bool:
+    """Whether a comparison is `x in 'literal'`, which reads x without that being recorded."""
     return any(
         op.op in ("in", "notin") and isinstance(op.expr, nodes.Const) and isinstance(op.expr.value, str)
         for op in compare.ops
@@ -167,7 +161,7 @@ def _in_a_literal(compare: nodes.Compare) -> bool:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`: its body, in a scope of its own."""
+    """`{% generation %} … {% endgeneration %}`: its body, in a scope."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -176,5 +170,5 @@ class _Generation(jinja2.ext.Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-def _raise(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)

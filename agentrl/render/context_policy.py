@@ -1,11 +1,11 @@
-"""Context management: what a person may do to old turns when a conversation grows long. Whatever it does opens a new segment.
+"""Context policies: what may be done to old turns when a conversation grows long. Every change opens a new segment.
 
-An environment names its policy in `Env.context_policy` (a method will do), or the command line one with `--context-policy`. The runner asks
-it after every observation.
+An environment names its policy in `Env.context_policy` (a method works too), or the command line one with `--context-policy`. The runner
+calls it after every observation.
 
-A policy is a function of a `ContextView` that returns the messages to go on with, or None to leave the context as it is. The segments
-before it stay what they were and are trained with the episode's advantage; what the new one begins with is PROMPT and is not trained
-again. So every sampled token is trained once.
+A policy is a function of a `ContextView` that returns the messages to continue with, or None to leave the context unchanged. Earlier
+segments remain as they are and are trained with the episode's advantage; the beginning of the new one is PROMPT and is not trained again.
+So every sampled token is trained once.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ class ContextView:
     """A conversation before a generation."""
 
     messages: tuple[Message, ...]
-    """all of it, the newest observation last"""
+    """the whole conversation, the newest observation last"""
     first: int
-    """how many messages the first prompt had (system and task)"""
+    """number of messages in the first prompt (system and task)"""
     tokens: int
-    """what the next generation would see"""
+    """length of the context of the next generation"""
     limit: int
-    """most tokens of context"""
+    """maximum length of a context, in tokens"""
 
     @property
     def share(self) -> float:
-        """How full the context is."""
+        """The share of the limit that is used."""
         return self.tokens / self.limit
 
     def turns(self) -> list[tuple[Message, ...]]:
-        """After the first prompt: each assistant's message with what was answered to it."""
-        found: list[list[Message]] = []
+        """The turns after the first prompt: each assistant's message with the messages that answer it."""
+        turns: list[list[Message]] = []
         for message in self.messages[self.first :]:
-            if message["role"] == "assistant" or not found:
-                found.append([])
-            found[-1].append(message)
-        return [tuple(t) for t in found]
+            if message["role"] == "assistant" or not turns:
+                turns.append([])
+            turns[-1].append(message)
+        return [tuple(turn) for turn in turns]
 
 
 ContextPolicy = Callable[[ContextView], Sequence[Message] | Awaitable[Sequence[Message] | None] | None]
 
 
-def checked(messages: Any, view: ContextView) -> list[Message] | None:
-    """What a policy returned as the new conversation, or None if it stays as it is.
+def check_rewrite(messages: Any, view: ContextView) -> list[Message] | None:
+    """The new conversation that a policy returned, or None if it is unchanged.
 
     Raises:
-        ContractError: it is no conversation ending in a message to be answered.
+        ContractError: it is not a conversation that ends in a message to be answered.
     """
     if messages is None or list(messages) == list(view.messages):
         return None
-    listed: list[Any] = list(messages)
-    if not listed or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed):
-        raise ContractError(f"a context policy must return messages or None, found {listed!r:.80}")
-    if listed[-1]["role"] == "assistant":
+    conversation: list[Any] = list(messages)
+    if not conversation or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in conversation):
+        raise ContractError(f"a context policy must return messages or None, found {conversation!r:.80}")
+    if conversation[-1]["role"] == "assistant":
         raise ContractError(
             "a context policy must leave the newest observation in place; its conversation ends with the assistant"
         )
-    return listed
+    return conversation
 
 
-def view_of(
+def context_view(
     renderer: Renderer,
     history: Sequence[Message],
-    said: Message,
+    turn: Message,
     messages: Sequence[Message],
     sampled: Sequence[int],
     *,
@@ -82,16 +82,18 @@ def view_of(
     limit: int,
     tools: Sequence[Mapping[str, Any]],
 ) -> ContextView:
-    """What a policy is shown after `said` was answered by `messages`, before these are cut to what fits. `length`: tokens up to there."""
-    whole = (*history, said, *messages)
+    """The view after `messages` answered the policy's `turn`, before they are truncated. `length`: tokens up to the end of the turn."""
+    conversation = (*history, turn, *messages)
     delta = renderer.delta(messages, sampled, history=history, tools=tools)
-    if delta.new_segment is not None:
-        return ContextView(whole, first, sum(len(ids) for _, ids in renderer.prompt(whole, tools)), limit)
-    return ContextView(whole, first, length + len(delta), limit)
+    if delta.new_segment is None:
+        length += len(delta)
+    else:
+        length = sum(len(ids) for _, ids in renderer.prompt(conversation, tools))
+    return ContextView(conversation, first, length, limit)
 
 
-def newest(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """A conversation up to the policy's last turn, and what is to be answered."""
+def split_after_last_turn(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """A conversation up to the policy's last turn, and the messages to be answered."""
     at = max((i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages) - 1)
     return list(messages[:at]), list(messages[at:])
 
@@ -100,55 +102,63 @@ def resolve_context_policy(name: str | None) -> ContextPolicy | None:
     """The policy behind `--context-policy`: one of POLICIES with its defaults, or `module:policy`.
 
     Raises:
-        UnknownNameError, ConfigError, ContractError: unknown, not importable, or nothing that can be called.
+        UnknownNameError, ConfigError, ContractError: unknown, not importable, or not callable.
     """
     if name is None:
         return None
-    found: Any = POLICIES.resolve(name)
-    policy = found() if inspect.isclass(found) else found
+    resolved: Any = POLICIES.resolve(name)
+    policy = resolved() if inspect.isclass(resolved) else resolved
     if not callable(policy):
         raise ContractError(f"--context-policy {name}: expected a function of a ContextView, found {policy!r:.80}")
     return cast(ContextPolicy, policy)
 
 
-def _aged(view: ContextView, keep: int, above: float) -> tuple[list[Message], list[Message]] | None:
-    """The messages of the old turns and those of the `keep` newest; None while the context has room, or no turn is old."""
+def _split_old_turns(view: ContextView, keep: int, above: float) -> tuple[list[Message], list[Message]] | None:
+    """The messages of old turns and of the `keep` newest ones, or None while the context has room or no turn is old."""
     turns = view.turns()
     if view.share < above or len(turns) <= keep:
         return None
     old = len(turns) - keep
-    return [m for t in turns[:old] for m in t], [m for t in turns[old:] for m in t]
+    return [m for turn in turns[:old] for m in turn], [m for turn in turns[old:] for m in turn]
 
 
 @dataclass(frozen=True)
 class DropOldTurns:
-    """Leave out all but the newest turns once the context is so full."""
+    """Keep only the newest turns once the context exceeds a share of the limit.
+
+    Example:
+        >>> class Browse(ToolEnv):
+        ...     context_policy = DropOldTurns(keep=4, above=0.75)
+    """
 
     keep: int = 4
-    """turns kept"""
+    """number of turns kept"""
     above: float = 0.75
-    """of the limit"""
+    """share of the limit"""
 
     def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """The first prompt and the newest turns."""
-        parts = _aged(view, self.keep, self.above)
+        parts = _split_old_turns(view, self.keep, self.above)
         return None if parts is None else [*view.messages[: view.first], *parts[1]]
 
 
 @dataclass(frozen=True)
 class TruncateOldResults:
-    """Cut what was answered in all but the newest turns to its beginning once the context is so full."""
+    """Shorten the observations of all but the newest turns once the context exceeds a share of the limit."""
 
     keep: int = 2
+    """number of turns kept whole"""
     characters: int = 200
+    """kept of each older observation"""
     above: float = 0.75
+    """share of the limit"""
 
     def __call__(self, view: ContextView) -> Sequence[Message] | None:
-        """Every turn, the old ones' results cut."""
-        parts = _aged(view, self.keep, self.above)
-        return None if parts is None else [*view.messages[: view.first], *map(self._cut, parts[0]), *parts[1]]
+        """Every turn, the old ones with shortened observations."""
+        parts = _split_old_turns(view, self.keep, self.above)
+        return None if parts is None else [*view.messages[: view.first], *map(self._shorten, parts[0]), *parts[1]]
 
-    def _cut(self, message: Message) -> Message:
+    def _shorten(self, message: Message) -> Message:
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str) or len(content) <= self.characters:
             return message
@@ -157,16 +167,18 @@ class TruncateOldResults:
 
 @dataclass(frozen=True)
 class Summarise:
-    """Put a summary in the place of all but the newest turns once the context is so full."""
+    """Replace all but the newest turns by a summary once the context exceeds a share of the limit."""
 
     write: Callable[[Sequence[Message]], str | Awaitable[str]]
-    """of the old turns; may ask a model"""
+    """returns the summary of the old turns' messages; may call a model"""
     keep: int = 2
+    """number of turns kept"""
     above: float = 0.75
+    """share of the limit"""
 
     async def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """The first prompt with the summary, and the newest turns."""
-        parts = _aged(view, self.keep, self.above)
+        parts = _split_old_turns(view, self.keep, self.above)
         if parts is None:
             return None
         written = self.write(parts[0])
@@ -181,15 +193,12 @@ POLICIES = Registry(
         "truncate_old_results": "agentrl.render.context_policy:TruncateOldResults",
     },
 )
-"""Context policies by name."""
+"""context policies by name"""
 
 
-def _with_note(first: Sequence[Message], summary: str) -> list[Message]:
-    """The first prompt with the summary at the end of its last message (no template needs another role for it)."""
-    last = first[-1]
-    if not isinstance(last.get("content"), str):
-        return [
-            *first[:-1],
-            {**last, "content": [*(last.get("content") or []), {"type": "text", "text": f"\n\n{summary}"}]},
-        ]
-    return [*first[:-1], {**last, "content": f"{last['content']}\n\n{summary}"}]
+def _with_note(prompt: Sequence[Message], note: str) -> list[Message]:
+    """The prompt with a note at the end of its last message, since templates may refuse another message."""
+    *before, last = prompt
+    content, note = last.get("content"), f"\n\n{note}"
+    added = content + note if isinstance(content, str) else [*(content or []), {"type": "text", "text": note}]
+    return [*before, {**last, "content": added}]

@@ -1,134 +1,132 @@
-"""A proven pattern, compiled: the scaffold's ids are kept, and only the sections that hold content are encoded."""
+"""A proven pattern, compiled: the ids of the template's own text are kept, and only sections with content are encoded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agentrl.render.accelerators.memo import Memo
 from agentrl.render.base import Pieces
-from agentrl.render.template_trace import Part, Pattern
-from agentrl.render.tokenizer import Tokenizer, whole_text
+from agentrl.render.template_trace import Pattern, Slot
+from agentrl.render.tokenizer import Tokenizer, replace_surrogates
 from agentrl.types import Provenance
 
-_KEPT_CHARACTERS = 1 << 20
-"""of contents whose ids are remembered, for each scaffold"""
+MEMO_CHARACTERS = 1 << 20
+"""of contents whose ids one delta template keeps: the members of a group find the same passages"""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Text between two added tokens of the scaffold, with content in it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """Text with content in it, between two added tokens of the template."""
 
-    parts: tuple[str | Part, ...]
+    parts: tuple[str | Slot, ...]
     before: str | None
     after: str | None
     head: tuple[int, ...]
-    """ids of the literal it begins with, alone"""
+    """ids of the literal with which it begins, encoded alone"""
     tail: tuple[int, ...]
-    """ids of the literal it ends with, alone"""
+    """ids of the literal with which it ends, encoded alone"""
 
 
-class Scaffold:
+class DeltaTemplate:
     """What a template puts between two generations, for messages of one shape."""
 
     def __init__(self, pattern: Pattern, tokenizer: Tokenizer) -> None:
         self.pattern = pattern
         self._tokenizer = tokenizer
         self._steps = _compile(pattern.parts, tokenizer)
-        self._kept: dict[tuple[str, ...], Pieces] = {}
-        """of contents seen before: episodes of a group ask the same questions and find the same passages"""
-        self._room = _KEPT_CHARACTERS
+        self.memo: Memo[tuple[str, ...], Pieces] = Memo(MEMO_CHARACTERS)
 
     def pieces(self, contents: Sequence[str]) -> Pieces | None:
-        """The ids for these contents, by provenance; None if the template would take another path for them."""
+        """The ids for these contents, by provenance, or None if the template takes another path for them."""
         key = tuple(contents)
-        known = self._kept.get(key)
-        if known is None:
-            known = self._pieces([whole_text(c) for c in contents])
-            if known is not None:
-                self._keep(key, known)
-        return known
+        pieces = self.memo.get(key)
+        if pieces is None:
+            pieces = self.encode(contents)
+            if pieces is not None:
+                self.memo.put(key, pieces, sum(map(len, key)) + 1)
+        return pieces
 
-    def _keep(self, key: tuple[str, ...], pieces: Pieces) -> None:
-        """Remember them; forget all when there are too many."""
-        size = sum(map(len, key)) + 1
-        if size > self._room:
-            self._kept.clear()
-            self._room = _KEPT_CHARACTERS
-        if size <= self._room:
-            self._kept[key] = pieces
-            self._room -= size
-
-    def _pieces(self, contents: Sequence[str]) -> Pieces | None:
+    def encode(self, contents: Sequence[str]) -> Pieces | None:
+        """The same as `pieces`, without the memo."""
+        contents = [replace_surrogates(c) for c in contents]
         if self.pattern.conditions and not self.pattern.holds(contents):
             return None
         pieces: list[tuple[Provenance, Sequence[int]]] = []
         for step in self._steps:
-            if isinstance(step, Section):
+            if isinstance(step, _Section):
                 text = "".join(p if isinstance(p, str) else p.fill(contents) for p in step.parts)
-                pieces += cut(self._tokenizer.encode_section(text, step.before, step.after), step.head, step.tail)
+                ids = self._tokenizer.encode_section(text, step.before, step.after)
+                pieces += split_provenance(ids, step.head, step.tail)
             else:
                 pieces.append((Provenance.TEMPLATE, step))
         return merged(pieces)
 
 
-def cut(ids: Sequence[int], head: Sequence[int], tail: Sequence[int]) -> list[tuple[Provenance, Sequence[int]]]:
-    """Provenance within a section: what it begins and ends with as the scaffold alone does is the template's, the rest is content.
+def split_provenance(
+    ids: Sequence[int], head: Sequence[int], tail: Sequence[int]
+) -> list[tuple[Provenance, Sequence[int]]]:
+    """The ids of a section by provenance: those shared with `head` and `tail` are the template's, the others content.
 
-    A token that holds characters of both is counted as content. None of them is ever trained on.
+    A token that holds characters of both counts as content. Neither is ever trained on.
     """
-    n = _common(ids, head)
-    m = min(_common(ids[::-1], tail[::-1]), len(ids) - n)
-    end = len(ids) - m
-    return [(Provenance.TEMPLATE, ids[:n]), (Provenance.OBSERVATION, ids[n:end]), (Provenance.TEMPLATE, ids[end:])]
+    start = common_prefix(ids, head)
+    end = len(ids) - min(common_prefix(ids[::-1], tail[::-1]), len(ids) - start)
+    return [
+        (Provenance.TEMPLATE, ids[:start]),
+        (Provenance.OBSERVATION, ids[start:end]),
+        (Provenance.TEMPLATE, ids[end:]),
+    ]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids both begin with."""
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of ids with which both begin."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def merged(pieces: Iterable[tuple[Provenance, Sequence[int]]]) -> Pieces:
-    """Neighbours of one provenance made one, empty pieces left out; what has no such neighbour is kept as the tuple it is."""
-    out: list[tuple[Provenance, Sequence[int]]] = []
+    """The pieces without empty ones, neighbours of one provenance joined. A tuple without such a neighbour is kept as the same object."""
+    joined: list[tuple[Provenance, Sequence[int]]] = []
     for kind, ids in pieces:
-        if ids and out and out[-1][0] is kind:
-            before = out[-1][1]
-            if not isinstance(before, list):
-                out[-1] = kind, before = kind, list(before)
-            before.extend(ids)
+        if ids and joined and joined[-1][0] is kind:
+            previous = joined[-1][1]
+            if not isinstance(previous, list):
+                joined[-1] = kind, previous = kind, list(previous)
+            previous.extend(ids)
         elif ids:
-            out.append((kind, ids if isinstance(ids, tuple) else list(ids)))
-    return tuple((kind, tuple(ids)) for kind, ids in out)
+            joined.append((kind, ids if isinstance(ids, tuple) else list(ids)))
+    return tuple((kind, tuple(ids)) for kind, ids in joined)
 
 
-def _compile(parts: Sequence[str | Part], tokenizer: Tokenizer) -> list[Section | tuple[int, ...]]:
-    """Split the pattern at the scaffold's added tokens."""
-    steps: list[Section | tuple[int, ...]] = []
-    section: list[str | Part] = []
+def _compile(parts: Sequence[str | Slot], tokenizer: Tokenizer) -> list[_Section | tuple[int, ...]]:
+    """The pattern split at the template's added tokens: ids, and sections with content."""
+    steps: list[_Section | tuple[int, ...]] = []
+    section: list[str | Slot] = []
     before: str | None = None
 
-    def close(after: str | None) -> None:
-        if any(isinstance(p, Part) for p in section):
+    def close_section(after: str | None) -> None:
+        if any(isinstance(p, Slot) for p in section):
             first, last = section[0], section[-1]
             head = tokenizer.encode_section(first, before, None) if isinstance(first, str) else []
             tail = tokenizer.encode_section(last, None, after) if isinstance(last, str) else []
-            steps.append(Section(tuple(section), before, after, tuple(head), tuple(tail)))
+            parts = tuple(section)
+            steps.append(_Section(parts=parts, before=before, after=after, head=tuple(head), tail=tuple(tail)))
         elif section:
             steps.append(tuple(tokenizer.encode_section("".join(map(str, section)), before, after)))
         section.clear()
 
     for part in parts:
-        if isinstance(part, Part):
+        if isinstance(part, Slot):
             section.append(part)
             continue
-        at = 0
+        start = 0
         for match in tokenizer.pattern.finditer(part):
-            if match.start() > at:
-                section.append(part[at : match.start()])
-            close(match.group())
+            if match.start() > start:
+                section.append(part[start : match.start()])
+            close_section(match.group())
             steps.append((tokenizer.added[match.group()],))
-            before, at = match.group(), match.end()
-        if part[at:]:
-            section.append(part[at:])
-    close(None)
+            before, start = match.group(), match.end()
+        if part[start:]:
+            section.append(part[start:])
+    close_section(None)
     return steps

@@ -1,4 +1,4 @@
-"""Which family a model's template belongs to, and the action formats by name. A family is one small file and one row here."""
+"""The action formats by name, the families in the order in which they are tried, and the renderer of a model."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from agentrl.render.images import Images
 from agentrl.render.renderer import GENERIC, Renderer
 from agentrl.render.tokenizer import Tokenizer
 
-_ALL: tuple[ActionFormat, ...] = (
+_FORMATS: tuple[ActionFormat, ...] = (
     HermesFormat(), TagFormat(), QwenCoderFormat(), LlamaFormat(), GlmFormat(), DeepSeekFormat(), KimiFormat(), MistralFormat(),
     HarmonyFormat(), PythonicFormat(),
 )  # fmt: skip
-FORMATS: dict[str, ActionFormat] = {f.name: f for f in _ALL}
+FORMATS: dict[str, ActionFormat] = {f.name: f for f in _FORMATS}
 """Action formats by name."""
 
 FAMILIES: tuple[Family, ...] = (
     gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.KIMI_K2_THINKING, kimi.KIMI_K2, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY,
     hermes.QWEN3, hermes.CHATML, mistral.FAMILY,
 )  # fmt: skip
-"""In the order in which they are tried."""
+"""Model families, in the order in which their marks are looked for in a template."""
 
 
 def family_of(template: str) -> Family:
-    """The family of a chat template; the generic one where none claims it."""
+    """The family of a chat template; the generic one for unknown templates."""
     return next((f for f in FAMILIES if all(mark in template for mark in f.marks)), GENERIC)
 
 
@@ -53,10 +53,24 @@ def make_renderer(
     images: Images | TemplateError | None = None,
     **template_args: Any,
 ) -> Renderer:
-    """The renderer for a model; `action_format` None: the family's own (hermes for templates of no known family).
+    """Build the renderer for a model.
+
+    Args:
+        tokenizer: The model's tokenizer, with its chat template.
+        action_format: A name of `FORMATS`. None: the family's own ('hermes' for unknown templates).
+        where: The model, for errors.
+        history: What to do where the template rewrites history.
+        raw_content: Added tokens inside content count as tokens (see `Renderer`).
+        surplus: What becomes of calls over the limit.
+        now: The template's date. None: now.
+        images: The model's image processor (see `Renderer`).
+        template_args: Variables of the template (enable_thinking=False, …).
+
+    Returns:
+        The renderer.
 
     Raises:
-        UnknownNameError: no such format.
+        UnknownNameError: there is no such format.
         TemplateError: the template cannot be used.
     """
     family = family_of(tokenizer.chat_template or "")

@@ -1,7 +1,7 @@
-"""Images for a model: one placeholder for each in the template, as many tokens as it has patches, pixels as the model takes them.
+"""Images for a model: as many placeholder tokens as an image has merged patches, and its pixels as the model's forward pass expects them.
 
-For processors of the Qwen-VL shape. The template writes one placeholder token for each image; it is expanded once, here, to grid / merge²
-copies (Qwen2-VL, arXiv:2409.12191, §2.1). Pixels are made when a `Sample` is, with the model's own processor.
+For processors of the Qwen-VL shape. The template writes one placeholder token per image; it is expanded once, here, to grid / merge²
+copies (Qwen2-VL, arXiv:2409.12191, §2.1). Pixels are computed when a `Sample` is built, by the model's own processor.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _PLACEHOLDERS = ("<|image_pad|>", "<image_pad>")
 
 
 class Images:
-    """Knows images as the model's own processor does."""
+    """A model's image processor and placeholder token."""
 
     def __init__(self, processor: Any, placeholder_id: int) -> None:
-        """`processor`: called with `images` and `return_tensors="np"`, answers pixel_values and image_grid_thw; has merge_size."""
+        """`processor`: called with `images` and `return_tensors="np"`, returns pixel_values and image_grid_thw; has merge_size."""
         self._processor = processor
-        self._merge = int(processor.merge_size) ** 2
+        self._patches_per_token = int(processor.merge_size) ** 2
         self.placeholder_id = placeholder_id
 
     @classmethod
     def load(cls, folder: str | Path, added: Mapping[str, int]) -> Images | None:
-        """The processor of a model folder; None if the model has none.
+        """The processor of a model folder, or None if the model has none. `added`: the tokenizer's added tokens.
 
         Raises:
-            TemplateError: it has one that is not of this shape, or a tokenizer without its placeholder.
+            TemplateError: the processor is of another shape, or the tokenizer lacks its placeholder.
         """
         if not (Path(folder) / "preprocessor_config.json").exists():
             return None
@@ -46,55 +46,52 @@ class Images:
             processor = AutoImageProcessor.from_pretrained(str(folder))
         except (OSError, ValueError, ImportError) as e:
             raise TemplateError(f"{folder}: its image processor could not be loaded: {str(e).splitlines()[0]}") from e
-        name = next((p for p in _PLACEHOLDERS if p in added), None)
-        if (
-            name is None
-            or not hasattr(processor, "merge_size")
-            or not hasattr(processor, "get_number_of_image_patches")
-        ):
+        placeholder = next((p for p in _PLACEHOLDERS if p in added), None)
+        required = ("merge_size", "get_number_of_image_patches")
+        if placeholder is None or not all(hasattr(processor, name) for name in required):
             raise TemplateError(
                 f"{folder}: images are read for processors of the Qwen-VL shape ({_PLACEHOLDERS[0]}, merge_size); this is another"
             )
-        return cls(processor, added[name])
+        return cls(processor, added[placeholder])
 
-    def tokens(self, image: Image) -> int:
-        """How many placeholders stand for it."""
+    def token_count(self, image: Image) -> int:
+        """The number of placeholder tokens of an image."""
         width, height = image.size
-        return int(self._processor.get_number_of_image_patches(height, width, {})) // self._merge
+        return int(self._processor.get_number_of_image_patches(height, width, {})) // self._patches_per_token
 
     def expand(self, pieces: Pieces, images: Sequence[Image], provenance: Provenance) -> Pieces:
-        """Each placeholder replaced by as many as its image has tokens, of this provenance.
+        """The pieces with each placeholder repeated as often as its image has tokens, with this provenance.
 
         Raises:
-            TemplateError: the template wrote another number of placeholders than there are images.
+            TemplateError: the numbers of placeholders and images differ.
         """
-        found = sum(ids.count(self.placeholder_id) for _, ids in pieces)
-        if found != len(images):
-            raise TemplateError(f"the template wrote {found} placeholders for {len(images)} images")
-        rest = iter(images)
-        out: list[tuple[Provenance, tuple[int, ...]]] = []
+        written = sum(ids.count(self.placeholder_id) for _, ids in pieces)
+        if written != len(images):
+            raise TemplateError(f"the template wrote {written} placeholders for {len(images)} images")
+        remaining = iter(images)
+        expanded: list[tuple[Provenance, tuple[int, ...]]] = []
         for kind, ids in pieces:
-            at = 0
+            start = 0
             for i, token in enumerate(ids):
                 if token == self.placeholder_id:
-                    out += [(kind, ids[at:i]), (provenance, (token,) * self.tokens(next(rest)))]
-                    at = i + 1
-            out.append((kind, ids[at:]))
-        return merged(out)
+                    placeholders = (token,) * self.token_count(next(remaining))
+                    expanded += [(kind, ids[start:i]), (provenance, placeholders)]
+                    start = i + 1
+            expanded.append((kind, ids[start:]))
+        return merged(expanded)
 
     def placed(self, pieces: Pieces, images: Sequence[Image]) -> list[PlacedImage]:
-        """Where the images stand in pieces that were expanded, counted from their beginning."""
+        """The positions of images in expanded pieces, counted from their first token."""
         ids = list(itertools.chain.from_iterable(part for _, part in pieces))
-        out: list[PlacedImage] = []
+        placed: list[PlacedImage] = []
         end = 0
         for image in images:
-            at, n = ids.index(self.placeholder_id, end), self.tokens(image)
-            out.append(PlacedImage(image, at, n))
-            end = at + n
-        return out
+            placed.append(PlacedImage(image, ids.index(self.placeholder_id, end), self.token_count(image)))
+            end = placed[-1].at + placed[-1].tokens
+        return placed
 
     def pixels(self, images: Sequence[Image]) -> dict[str, Any] | None:
-        """What the model's forward takes beside the ids, for `Sample.multimodal_train_inputs`. None without images."""
+        """What the model's forward pass needs besides the ids (`Sample.multimodal_train_inputs`), or None without images."""
         if not images:
             return None
         answer = self._processor(images=[image.open() for image in images], return_tensors="np")
@@ -105,7 +102,7 @@ class Images:
 
 
 def images_of_model(folder: str | Path, added: Mapping[str, int]) -> Images | TemplateError | None:
-    """What a model knows of images (see `Images.load`). Why it knows none is said when there is one: most models are never shown any."""
+    """The result of `Images.load`, or its error: it is raised at the first image, since most models are never shown any."""
     try:
         return Images.load(folder, added)
     except TemplateError as e:

@@ -1,4 +1,4 @@
-"""The renderer: a conversation to ids, a delta that is proven against the model's own template or a new segment, ids to an action."""
+"""The renderer: a conversation to ids; the delta between two generations, proven against the model's template; sampled ids to an action."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ import orjson
 
 from agentrl.core.message_images import Image, PlacedImage, image_parts, images_in
 from agentrl.errors import TemplateError
+from agentrl.render.accelerators.memo import Memo
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.chat_template import ChatTemplate
-from agentrl.render.delta_proof import DUMMY_TOOL, KINDS, Proof, Prover, kind_of
-from agentrl.render.delta_template import Scaffold, cut, merged
+from agentrl.render.delta_proof import HISTORY_KINDS, DeltaProof, DeltaProver, history_kind
+from agentrl.render.delta_template import DeltaTemplate, common_prefix, merged, split_provenance
 from agentrl.render.images import Images
-from agentrl.render.injection_guard import Shield
+from agentrl.render.injection_guard import InjectionGuard
 from agentrl.render.message_shape import shape_of
-from agentrl.render.template_probe import (
-    QUESTION,
-    check_tokens,
-    flattened,
-    header_tokens,
-    prefill_of,
-    takes_parts,
-    written_ends,
-)
+from agentrl.render.template_probe import QUESTION, TemplateProbe
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Action, FinishReason, Message, Provenance
 
 GENERIC = Family("generic", (), "hermes")
-_CACHE = 4096
-_TAIL = 16
-"""ids that hold what a template prefills"""
-_PROMPTS = 256
-"""first contexts that are kept: the members of a group begin with the same one"""
+_MAX_PROOFS = 4096
+_MAX_PROMPTS = 256
+_PREFILL_IDS = 16
+"""ids at the end of a context that are decoded to find what the template prefilled"""
 
 
 class Renderer:
-    """Token ids for one model's conversations in one action format."""
+    """Token ids for one model's conversations in one action format.
+
+    Example:
+        >>> renderer = make_renderer(Tokenizer.load("Qwen/Qwen3-0.6B"))
+        >>> prompt = renderer.prompt([{"role": "user", "content": "Which river flows through Bordeaux?"}])
+        >>> delta = renderer.delta([{"role": "user", "content": "Are you sure?"}], sampled_ids)
+    """
 
     def __init__(
         self,
@@ -58,10 +56,20 @@ class Renderer:
         images: Images | TemplateError | None = None,
         **template_args: Any,
     ) -> None:
-        """`template_args` go to the template (enable_thinking=False, …).
+        """Probe the template. See `make_renderer` for the usual way to build one.
 
-        `raw_content`: added tokens inside content count as such, as in the template's own rendering: tool output can then speak as
-        the user. `surplus`: calls over the limit become errors, are left out, or make all calls of the turn be refused.
+        Args:
+            tokenizer: The model's tokenizer, with its chat template.
+            action_format: How the policy writes its actions.
+            where: The model, for errors.
+            family: What is known about the template's family.
+            history: What to do where the template rewrites history.
+            raw_content: Added tokens inside content count as tokens, as in the template's own rendering. Tool output can then
+                impersonate the user.
+            surplus: Calls over the limit become errors, are ignored, or all calls of the turn are refused.
+            now: The template's date. None: now.
+            images: The model's image processor. None: the model accepts no images; an error: raised at the first image.
+            template_args: Variables of the template (enable_thinking=False, …).
 
         Raises:
             TemplateError: no chat template, one that cannot render a user and an assistant turn, or a tokenizer without its tokens.
@@ -71,36 +79,36 @@ class Renderer:
         self.family = family.name
         self.history_policy = history
         self.new_segments: Counter[str] = Counter()
-        """why new segments opened, and how often"""
+        """reasons why new segments opened, with their counts"""
         self.images = images
-        """knows images in messages as the model does; None: the model takes none; an error: why it cannot"""
-        self._where = where
         self._family = family
         self._surplus = surplus
-        self._args = template_args
-        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special, where, now=now)
-        self._proofs: dict[tuple[Any, ...], tuple[Proof, Scaffold | None]] = {}
-        self._prompts: dict[bytes, Pieces] = {}
-        self._inline: dict[int, tuple[list[int], ...]] = {}
-        self._takes_parts = takes_parts(self._template, family, template_args)
-        check_tokens(self._template, tokenizer, family, template_args, where)
-        written = written_ends(self._template, tokenizer, family, template_args, where)
-        headers = header_tokens(self._template, tokenizer, family, template_args)
-        self._shield = Shield(tokenizer, raw_content, own=action_format.markers, headers=headers)
-        known = [t for t in (*family.ends, *family.headers) if t in tokenizer.added]
-        self.ends: dict[str, int] = {t: tokenizer.added[t] for t in dict.fromkeys((*known, *written))}
+        self._where = where
+        self._template = ChatTemplate(
+            tokenizer.chat_template, tokenizer.special, where, now=now, adapt=family.adapt, args=template_args
+        )
+        self._probe = TemplateProbe(self._template, tokenizer, family, where)
+        self._accepts_parts = self._probe.accepts_parts()
+        self._probe.check_tokens()
+        added = tokenizer.added
+        written = self._probe.turn_ends()
+        known = [t for t in (*family.ends, *family.headers) if t in added]
+        self.ends: dict[str, int] = {t: added[t] for t in (*known, *written)}
         """tokens that end an assistant's turn"""
-        self._header_ids = frozenset(tokenizer.added[t] for t in (family.headers or ()) if t in tokenizer.added)
-        stops = [
-            *(known or written),
-            *(t for t in (*family.other_stops, tokenizer.special.get("eos_token", "")) if t in tokenizer.added),
-        ]
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(tokenizer.added[t] for t in stops))
+        self._header_ids = frozenset(added[t] for t in family.headers if t in added)
+        stops = (*(known or written), *family.other_stops, tokenizer.special.get("eos_token", ""))
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(added[t] for t in stops if t in added))
         """stop tokens for the engine"""
         self._last_ids = frozenset((*self.stop_token_ids, *self.ends.values()))
-        self.prefill = prefill_of(self._template, family, template_args)
-        """what the template writes at the beginning of the assistant's turn in the policy's place: an open `<think>`"""
-        self._prover = Prover(self._template, tuple(self.ends), template_args, family)
+        self.prefill = self._probe.prefill()
+        """what the template writes at the beginning of the assistant's turn for the policy: an open `<think>`"""
+        self._guard = InjectionGuard(
+            tokenizer, off=raw_content, markers=action_format.markers, headers=self._probe.header_tokens()
+        )
+        self._prover = DeltaProver(self._template, tuple(self.ends), family)
+        self._proofs: dict[tuple[Any, ...], tuple[DeltaProof, DeltaTemplate | None]] = {}
+        self._prompts: Memo[bytes, Pieces] = Memo(_MAX_PROMPTS)
+        """first contexts, which the members of a group share"""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -112,29 +120,40 @@ class Renderer:
         """The token that ends an assistant's turn (the first, where a family has several)."""
         return next(iter(self.ends.values()))
 
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template puts the tools' schemas into the prompt."""
+        return self._probe.shows_tools()
+
+    # -- messages to ids ---------------------------------------------------------------------------------------------
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Pieces:
         """The first context: the model's own rendering of the conversation, ready for the first generation.
+
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of the tools, left out if the action format does not need them.
+
+        Returns:
+            The ids, all of provenance PROMPT.
 
         Raises:
             TemplateError: the template refuses the conversation.
         """
-        listed = list(tools) if self.format.needs_tools else []
-        key = _key(messages, listed)
-        known = self._prompts.get(key)
-        if known is None:
-            known = self._first(messages, listed)
-            if len(self._prompts) >= _PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
-            if key:
-                self._prompts[key] = known
-        return known
+        schemas = list(tools) if self.format.needs_tools else []
+        key = _conversation_key(messages, schemas)
+        pieces = self._prompts.get(key) if key is not None else None
+        if pieces is None:
+            pieces = self._render_prompt(messages, schemas)
+            if key is not None:
+                self._prompts.put(key, pieces)
+        return pieces
 
-    def _first(self, messages: Sequence[Message], listed: list[Any]) -> Pieces:
-        adapted, listed, base = self._shield.conversation(self._adapted(messages), listed)
-        text = self._template.render(adapted, tools=listed, generate=True, **self._args)
-        return self._with_images(
-            ((Provenance.PROMPT, tuple(self.tokenizer.encode_shielded(text, base))),), messages, Provenance.PROMPT
-        )
+    def _render_prompt(self, messages: Sequence[Message], schemas: list[Any]) -> Pieces:
+        escaped, schemas, base = self._guard.conversation(self._adapted(messages), schemas)
+        text = self._template.render(escaped, tools=schemas, generate=True)
+        ids = tuple(self.tokenizer.encode_escaped(text, base))
+        return self._expand_images(((Provenance.PROMPT, ids),), messages, Provenance.PROMPT)
 
     def delta(
         self,
@@ -144,11 +163,20 @@ class Renderer:
         history: Sequence[Message] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Delta:
-        """What follows the ids just sampled: observation and the next header. `messages` may not be empty.
+        """What follows the ids just sampled: the observation and the header of the next turn.
 
-        `history` (the messages before the assistant's turn) and `tools` (given to `prompt`) allow more: without them the delta is
-        proven for every history, with and without tools. Returns a Delta with `new_segment` set (and no pieces) where the template
-        cannot be proven, or the history policy says so: the caller then renders the whole conversation anew.
+        Args:
+            messages: The observation, at least one message.
+            sampled: The ids of the assistant's turn.
+            history: The messages before the assistant's turn. None: the delta must be proven for every history.
+            tools: The schemas given to `prompt`. None: the delta must be proven with and without tools.
+
+        Returns:
+            The pieces to append, or a Delta whose `new_segment` gives the reason why the whole conversation must be rendered: the
+            template cannot be proven, or the history policy demands it.
+
+        Raises:
+            TemplateError: the messages hold images that the model or the action format does not accept.
         """
         if self.format.inline:
             if next(image_parts(messages), None) is not None:
@@ -157,69 +185,27 @@ class Renderer:
                 )
             return Delta(self._inline_pieces(messages))
         adapted = self._adapted(messages)
-        kinds = KINDS if history is None else (kind_of(history),)
-        with_tools = self._with_tools(tools)
-        proof, scaffold, contents = self._proven(adapted, kinds, with_tools)
-        reason, lead = self._join(sampled, proof)
+        kinds = HISTORY_KINDS if history is None else (history_kind(history),)
+        proof, template, contents = self._prove(adapted, kinds, self._with_tools(tools))
+        reason, turn_end = self._end_turn(sampled, proof)
         if reason is not None:
             self.new_segments[reason] += 1
             return Delta((), new_segment=reason)
-        body = scaffold.pieces(contents) if scaffold is not None and not self._shield.raw else None
-        if body is None:
-            body = self._rendered(adapted, kinds[0], proof)
-        return Delta(self._with_images(merged((*lead, *body)), adapted, Provenance.OBSERVATION))
+        pieces = template.pieces(contents) if template is not None and not self._guard.off else None
+        if pieces is None:
+            pieces = self._render_delta(adapted, kinds[0], proof)
+        return Delta(self._expand_images(merged((*turn_end, *pieces)), adapted, Provenance.OBSERVATION))
 
-    def placed(self, pieces: Pieces, messages: Sequence[Message]) -> list[PlacedImage]:
-        """Where the images of messages stand in the pieces that they were rendered to, counted from the first of these."""
-        images = images_in(messages)
-        return self._images().placed(pieces, images) if images else []
+    def encode_turn(self, message: Message) -> tuple[int, ...]:
+        """The ids that a policy would have sampled for an assistant's message, with the end token: for data that was not sampled.
 
-    def pixels(self, images: Sequence[Image]) -> dict[str, Any] | None:
-        """What the model's forward takes of images, for `Sample.multimodal_train_inputs`; None without images."""
-        return self._images().pixels(images) if images else None
-
-    def is_placeholder(self, ids: Sequence[int]) -> bool:
-        """Is among sampled ids one that stands for an image? No engine can tell it from an image."""
-        return isinstance(self.images, Images) and self.images.placeholder_id in ids
-
-    def parse(
-        self,
-        ids: Sequence[int],
-        finish_reason: FinishReason,
-        max_calls: int,
-        *,
-        context: Sequence[int] | None = None,
-    ) -> Action:
-        """The action in sampled ids. Its text holds what the template prefilled (an open `<think>`), and no end token.
-
-        `context` (the ids before them) says whether it did: some templates do not after a tool's result, and observations inside a
-        turn end without it. None: a context as after a user's message.
-        """
-        body = ids[:-1] if ids and ids[-1] in self._last_ids else ids
-        text = self.tokenizer.decode(body)
-        if self.prefill and (context is None or self.tokenizer.decode(context[-_TAIL:]).endswith(self.prefill)):
-            text = self.prefill + text
-        action = self.format.parse(text, finish_reason, max_calls)
-        if self._surplus == "error" or all(e.kind != "surplus" for e in action.errors):
-            return action
-        if self._surplus == "refuse":
-            return replace(action, calls=())
-        return replace(action, errors=tuple(e for e in action.errors if e.kind != "surplus"))
-
-    def message(self, action: Action) -> Message:
-        """The policy's turn as a message of the conversation, for rendering it anew."""
-        return self.format.structured_message(action) if self._family.structured else self.format.message(action)
-
-    def said(self, message: Message) -> tuple[int, ...]:
-        """The ids with which a policy would have said an assistant's message, its end token too: for data that was not sampled.
-
-        Calls given as data are written as the template writes them.
+        Calls in `tool_calls` are written as the template writes them.
         """
         text, end = str(message.get("content") or ""), self.end_id
         if self._family.writes_markup or any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
             user: Message = {"role": "user", "content": QUESTION}
-            header = self._after_question([user], generate=True)
-            whole = self._after_question([user, message], generate=False)
+            header = self._probe.after_question([user], generate=True)
+            whole = self._probe.after_question([user, message], generate=False)
             text = whole.removeprefix(header if whole.startswith(header) else header.removesuffix(self.prefill))
             at, written = max(((text.rfind(e), e) for e in self.ends if e in text), default=(-1, ""))
             if at >= 0:
@@ -229,142 +215,185 @@ class Renderer:
         ids = self.tokenizer.encode(text)
         return tuple(ids) if self.format.inline else (*ids, end)
 
-    def proof(
+    # -- ids to actions ----------------------------------------------------------------------------------------------
+
+    def parse(
         self,
-        messages: Sequence[Message],
+        ids: Sequence[int],
+        finish_reason: FinishReason,
+        max_calls: int,
         *,
-        history: Sequence[Message] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Proof:
-        """What is proven about messages of this shape."""
-        kinds = KINDS if history is None else (kind_of(history),)
-        return self._proven(self._adapted(messages), kinds, self._with_tools(tools))[0]
+        context: Sequence[int] | None = None,
+    ) -> Action:
+        """The action in sampled ids.
 
-    def check(self, roles: Sequence[str] = ("user", "assistant", "tool")) -> None:
-        """Refuse before the first episode what would fail in it.
+        Args:
+            ids: What was sampled, with or without the end token.
+            finish_reason: Why the generation ended.
+            max_calls: Further calls are surplus.
+            context: The ids before them. It decides whether the template prefilled anything: some templates do not after a tool's
+                result. None: it did, as after a user's message.
 
-        Raises:
-            TemplateError: the template does not know one of these roles.
+        Returns:
+            The action. Its text includes what the template prefilled (an open `<think>`), but no end token.
         """
-        user: Message = {"role": "user", "content": "x"}
-        for role in roles:
-            if role == "tool":
-                result: Message = {"role": role, "content": "x", "name": "f", "tool_call_id": "abcdefgh0"}
-                proof = self.proof([result], history=[user], tools=())
-                if proof.reason is not None:
-                    raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {proof.reason}")
-            elif role not in ("user", "assistant"):
-                first = self._family.adapt([{"role": role, "content": QUESTION}, user])
-                text = self._template.render(first, tools=None, generate=True, **self._args)
-                if QUESTION not in text:
-                    raise TemplateError(f"{self._where}: its chat template leaves messages of role {role!r} out")
+        text = self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self._last_ids else ids)
+        if self.prefill and (context is None or self.tokenizer.decode(context[-_PREFILL_IDS:]).endswith(self.prefill)):
+            text = self.prefill + text
+        action = self.format.parse(text, finish_reason, max_calls)
+        if self._surplus == "error" or all(e.kind != "surplus" for e in action.errors):
+            return action
+        if self._surplus == "refuse":
+            return replace(action, calls=())
+        return replace(action, errors=tuple(e for e in action.errors if e.kind != "surplus"))
 
-    @cached_property
-    def shows_tools(self) -> bool:
-        """Does the template put the tools' schemas into the prompt?"""
-        function = {**DUMMY_TOOL["function"], "name": QUESTION}
-        user: Message = {"role": "user", "content": "x"}
-        try:
-            text = self._template.render(
-                self._family.adapt([user]), tools=[{**DUMMY_TOOL, "function": function}], generate=True, **self._args
-            )
-        except TemplateError:
-            return False
-        return QUESTION in text
+    def message(self, action: Action) -> Message:
+        """The policy's turn as a message of the conversation."""
+        return self.format.structured_message(action) if self._family.structured else self.format.message(action)
 
-    def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
-        """With tools in the prompt the tail must be the one without them: a template that moves its list of tools rewrites history."""
-        return (False, True) if self.format.needs_tools and (tools is None or tools) else (False,)
+    # -- images ------------------------------------------------------------------------------------------------------
 
-    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """As the family and its template take them."""
-        return self._family.adapt(messages if self._takes_parts else flattened(messages))
+    def placed(self, pieces: Pieces, messages: Sequence[Message]) -> list[PlacedImage]:
+        """The positions of the messages' images in the pieces rendered from them, counted from the first token."""
+        images = images_in(messages)
+        return self._image_processor().placed(pieces, images) if images else []
 
-    def _after_question(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """What the template writes after a user's question."""
-        text = self._template.render(self._family.adapt(messages), tools=None, generate=generate, **self._args)
-        return text.rpartition(QUESTION)[2]
+    def pixels(self, images: Sequence[Image]) -> dict[str, Any] | None:
+        """What the model's forward pass needs besides the ids (`Sample.multimodal_train_inputs`), or None without images."""
+        return self._image_processor().pixels(images) if images else None
 
-    # -- pieces ------------------------------------------------------------------------------------------------------
+    def is_placeholder(self, ids: Sequence[int]) -> bool:
+        """Whether sampled ids contain the token that stands for an image, which no engine can tell from an image."""
+        return isinstance(self.images, Images) and self.images.placeholder_id in ids
 
-    def _proven(
-        self, messages: Sequence[Message], kinds: Sequence[str], tools: Sequence[bool]
-    ) -> tuple[Proof, Scaffold | None, list[str]]:
-        shape, texts, _ = shape_of(messages)
-        key = (shape, kinds, tools)
-        known = self._proofs.get(key)
-        if known is None:
-            if len(self._proofs) >= _CACHE:
-                self._proofs.clear()
-            proof = self._prover.prove(messages, kinds, tools)
-            scaffold = Scaffold(proof.pattern, self.tokenizer) if proof.pattern is not None else None
-            known = self._proofs[key] = proof, scaffold
-        return *known, texts
-
-    def _join(self, sampled: Sequence[int], proof: Proof) -> tuple[str | None, Pieces]:
-        """A reason for a new segment, or what leads from the sampled ids to the tail: its end token, unless it was sampled."""
-        if proof.reason is not None:
-            return proof.reason, ()
-        if proof.strips and self.history_policy == "rerender":
-            return "the template drops earlier thinking", ()
-        last, end = (sampled[-1] if sampled else None), self.ends[proof.end]
-        if last == end:
-            return None, ()
-        header = end in self._header_ids
-        if last in self._header_ids:
-            return f"the policy ended its turn with another header than {proof.end}", ()
-        if last in self.ends.values():
-            if self.history_policy == "rerender" or header:
-                return f"the template ends the turn with {proof.end}, the policy did with another token", ()
-            return None, ()
-        return None, ((Provenance.TEMPLATE if header else Provenance.FORCED, (end,)),)
-
-    def _rendered(self, messages: Sequence[Message], kind: str, proof: Proof) -> Pieces:
-        """The tail of messages that cannot be spliced; all but its common ends with the bare scaffold is content."""
-        shielded, _, base = self._shield.conversation(messages, [])
-        ids = self.tokenizer.encode_shielded(self._prover.render_tail(shielded, kind, proof), base)
-        bare = [{**m, "content": "\x00"} if isinstance(m.get("content"), str) else m for m in shielded]
-        scaffold = self.tokenizer.encode_shielded(self._prover.render_tail(bare, kind, proof), base)
-        n = min(len(ids), len(scaffold))
-        head = next((i for i in range(n) if ids[i] != scaffold[i]), n)
-        tail = next((i for i in range(n - head) if ids[-1 - i] != scaffold[-1 - i]), n - head)
-        return merged(cut(ids, ids[:head], ids[len(ids) - tail :] if tail else ()))
-
-    def _with_images(self, pieces: Pieces, messages: Sequence[Message], provenance: Provenance) -> Pieces:
-        """Placeholders of images expanded to as many tokens as each image has."""
+    def _expand_images(self, pieces: Pieces, messages: Sequence[Message], provenance: Provenance) -> Pieces:
         if next(image_parts(messages), None) is None:
             return pieces
-        return self._images().expand(pieces, images_in(messages), provenance)
+        return self._image_processor().expand(pieces, images_in(messages), provenance)
 
-    def _images(self) -> Images:
+    def _image_processor(self) -> Images:
         if isinstance(self.images, Images):
             return self.images
         raise self.images or TemplateError(
             "a message holds an image, but the model has no image processor (preprocessor_config.json)"
         )
 
+    # -- proofs ------------------------------------------------------------------------------------------------------
+
+    def proof(
+        self,
+        messages: Sequence[Message],
+        *,
+        history: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> DeltaProof:
+        """What is proven about messages of this shape (arguments as in `delta`)."""
+        kinds = HISTORY_KINDS if history is None else (history_kind(history),)
+        return self._prove(self._adapted(messages), kinds, self._with_tools(tools))[0]
+
+    def check(self, roles: Sequence[str] = ("user", "assistant", "tool")) -> None:
+        """Refuse, before the first episode, roles that would fail in it.
+
+        Raises:
+            TemplateError: the template does not know one of the roles.
+        """
+        for role in roles:
+            if role == "tool":
+                result: Message = {"role": role, "content": "x", "name": "f", "tool_call_id": "abcdefgh0"}
+                reason = self.proof([result], history=[{"role": "user", "content": "x"}], tools=()).reason
+                if reason is not None:
+                    raise TemplateError(f"messages of role {role!r} cannot follow an assistant's turn: {reason}")
+            elif role not in ("user", "assistant") and not self._probe.shows_role(role):
+                raise TemplateError(f"{self._where}: its chat template leaves messages of role {role!r} out")
+
+    def _prove(
+        self, messages: Sequence[Message], kinds: Sequence[str], with_tools: Sequence[bool]
+    ) -> tuple[DeltaProof, DeltaTemplate | None, list[str]]:
+        """The proof for messages of this shape, its compiled pattern, and the messages' texts."""
+        shape, texts, _ = shape_of(messages)
+        key = (shape, kinds, with_tools)
+        known = self._proofs.get(key)
+        if known is None:
+            if len(self._proofs) >= _MAX_PROOFS:
+                self._proofs.clear()
+            proof = self._prover.prove(messages, kinds, with_tools)
+            template = DeltaTemplate(proof.pattern, self.tokenizer) if proof.pattern is not None else None
+            known = self._proofs[key] = proof, template
+        return *known, texts
+
+    def _with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[bool, ...]:
+        """Whether to prove without and with tools. With tools both, for a template that moves its list of tools rewrites history."""
+        return (False, True) if self.format.needs_tools and (tools is None or tools) else (False,)
+
+    # -- deltas ------------------------------------------------------------------------------------------------------
+
+    def _end_turn(self, sampled: Sequence[int], proof: DeltaProof) -> tuple[str | None, Pieces]:
+        """A reason for a new segment, or what must follow the sampled ids to end the turn as the template does."""
+        if proof.reason is not None:
+            return proof.reason, ()
+        if proof.drops_reasoning and self.history_policy == "rerender":
+            return "the template drops earlier thinking", ()
+        last, end = (sampled[-1] if sampled else None), self.ends[proof.end]
+        if last == end:
+            return None, ()
+        is_header = end in self._header_ids
+        if last in self._header_ids:
+            return f"the policy ended its turn with another header than {proof.end}", ()
+        if last in self.ends.values():
+            if self.history_policy == "rerender" or is_header:
+                return f"the template ends the turn with {proof.end}, the policy did with another token", ()
+            return None, ()
+        return None, ((Provenance.TEMPLATE if is_header else Provenance.FORCED, (end,)),)
+
+    def _render_delta(self, messages: Sequence[Message], kind: str, proof: DeltaProof) -> Pieces:
+        """The tail of messages that cannot be filled into a pattern. What it shares at both ends with empty contents is the template's."""
+        escaped, _, base = self._guard.conversation(messages, [])
+        empty = [{**m, "content": "\x00"} if isinstance(m.get("content"), str) else m for m in escaped]
+        ids, bare = (
+            self.tokenizer.encode_escaped(self._prover.render_tail(m, kind, proof), base) for m in (escaped, empty)
+        )
+        head = common_prefix(ids, bare)
+        tail = common_prefix(ids[head:][::-1], bare[head:][::-1])
+        return merged(split_provenance(ids, ids[:head], ids[len(ids) - tail :]))
+
     def _inline_pieces(self, messages: Sequence[Message]) -> Pieces:
-        """An observation inside the assistant's turn: literals and contents, encoded as one section each between added tokens."""
+        """An observation inside the assistant's turn; text between added tokens is encoded as one section."""
         parts = self.format.inline_parts(messages)
-        contents, base = self._shield.texts([t for t, is_content in parts if is_content])
-        rest = iter(contents)
-        ids = self.tokenizer.encode_shielded("".join(next(rest) if is_content else t for t, is_content in parts), base)
-        key = len(parts)
-        if key not in self._inline:
-            self._inline[key] = self.tokenizer.encode(parts[0][0]), self.tokenizer.encode(parts[-1][0])
-        return merged(cut(ids, *self._inline[key]))
+        escaped, base = self._guard.texts([text for text, is_content in parts if is_content])
+        contents = iter(escaped)
+        text = "".join(next(contents) if is_content else text for text, is_content in parts)
+        head, tail = self.tokenizer.encode(parts[0][0]), self.tokenizer.encode(parts[-1][0])
+        return merged(split_provenance(self.tokenizer.encode_escaped(text, base), head, tail))
+
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the family and its template accept them."""
+        return self._family.adapt(messages if self._accepts_parts else _join_text_parts(messages))
 
 
-def _key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Equal for equal conversations; b'' for one with images, or that is no plain JSON."""
+def _join_text_parts(messages: Sequence[Message]) -> list[Message]:
+    """The messages with contents of nothing but text parts as one text, for templates that would leave parts out."""
+    return [
+        {**m, "content": "".join(p["text"] for p in m["content"])} if _is_text_parts(m.get("content")) else m
+        for m in messages
+    ]
+
+
+def _is_text_parts(content: Any) -> bool:
+    return isinstance(content, (list, tuple)) and all(
+        isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content
+    )
+
+
+def _conversation_key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> bytes | None:
+    """A key that is equal for equal conversations, or None if there are images or values without a JSON form."""
     if next(image_parts(messages), None) is not None:
-        return b""
+        return None
     try:
         return orjson.dumps((messages, tools))
     except TypeError:
-        return b""
+        return None
 
 
 def strip_control(text: str) -> str:
-    """Text for a terminal: control characters shown as escapes (tool output is untrusted)."""
+    """Text for a terminal: control characters are shown as escapes, since tool output is untrusted."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m.group()):02x}", text)

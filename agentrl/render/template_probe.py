@@ -1,118 +1,125 @@
-"""What is read off a template before anything else: how a turn ends, and what is written into it in the policy's place."""
+"""What a template's renderings of plain conversations show: how a turn ends, what is written into it for the policy, what is left out."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.errors import TemplateError
 from agentrl.render.base import Family
 from agentrl.render.chat_template import ChatTemplate
-from agentrl.render.delta_proof import PLACEHOLDER
+from agentrl.render.delta_proof import DUMMY_TOOL, PLACEHOLDER
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Message
 
 QUESTION = "Question5e21"
 _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
+"""what looks like a control token"""
 
 
-def written_ends(
-    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any], where: str
-) -> list[str]:
-    """The added tokens that the template writes after an assistant's text, last in the conversation or not.
+class TemplateProbe:
+    """Renders conversations of placeholder texts."""
 
-    Raises:
-        TemplateError: none; or the template refuses the plainest conversation.
-    """
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}
-    found: list[str] = []
-    tail = ""
-    for conversation in ([user, assistant], [user, assistant, user]):
-        text = template.render(family.adapt(conversation), tools=None, generate=False, **args)
-        if PLACEHOLDER not in text:
-            raise TemplateError(f"{where}: its chat template leaves the assistant's text out")
-        tail = text.rpartition(PLACEHOLDER)[2]
-        match = tokenizer.pattern.search(tail)
-        if match is not None and not tail[: match.start()].strip():
-            found.append(match.group())
-    if not found:
-        missing = re.match(r"\s*(<\S+?>|\[\S+?\])", tail)
-        hint = f"; the tokenizer does not know {missing.group(1)!r} as a special token" if missing else ""
-        raise TemplateError(
-            f"{where}: its chat template does not end an assistant turn with a special token of its tokenizer (it ends with {tail[:40]!r}){hint}; "
-            "such a model cannot be rendered token-exactly"
-        )
-    return list(dict.fromkeys(found))
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, family: Family, where: str) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._family = family
+        self._where = where
 
+    def turn_ends(self) -> list[str]:
+        """The added tokens that the template writes after an assistant's text, whether or not the conversation continues.
 
-def prefill_of(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> str:
-    """The open `<think>` with which the template begins the assistant's turn, if it does."""
-    user, assistant = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": PLACEHOLDER}
-    asked = template.render(family.adapt([user]), tools=None, generate=True, **args).rpartition(QUESTION)[2]
-    whole = template.render(family.adapt([user, assistant, user]), tools=None, generate=False, **args)
-    header = whole.partition(QUESTION)[2].partition(PLACEHOLDER)[0]
-    added = asked.removeprefix(header) if asked.startswith(header) else asked
-    at = added.rfind("<think>")
-    return added[at:] if at >= 0 and "</think>" not in added[at:] else ""
+        Raises:
+            TemplateError: there are none, or the template refuses the plainest conversation.
+        """
+        user, assistant = _user("a"), _assistant(PLACEHOLDER)
+        ends: list[str] = []
+        tail = ""
+        for conversation in ([user, assistant], [user, assistant, user]):
+            text = self._template.render(conversation, generate=False)
+            if PLACEHOLDER not in text:
+                raise TemplateError(f"{self._where}: its chat template leaves the assistant's text out")
+            tail = text.rpartition(PLACEHOLDER)[2]
+            match = self._tokenizer.pattern.search(tail)
+            if match is not None and not tail[: match.start()].strip():
+                ends.append(match.group())
+        if not ends:
+            missing = re.match(r"\s*(<\S+?>|\[\S+?\])", tail)
+            hint = f"; the tokenizer does not know {missing.group(1)!r} as a special token" if missing else ""
+            raise TemplateError(
+                f"{self._where}: its chat template does not end an assistant turn with a special token of its tokenizer "
+                f"(it ends with {tail[:40]!r}){hint}; such a model cannot be rendered token-exactly"
+            )
+        return list(dict.fromkeys(ends))
 
+    def prefill(self) -> str:
+        """The open `<think>` with which the template begins the assistant's turn, or ''."""
+        asked = self.after_question([_user(QUESTION)], generate=True)
+        whole = self._template.render([_user(QUESTION), _assistant(PLACEHOLDER), _user(QUESTION)], generate=False)
+        added = asked.removeprefix(whole.partition(QUESTION)[2].partition(PLACEHOLDER)[0])
+        at = added.rfind("<think>")
+        return added[at:] if at >= 0 and "</think>" not in added[at:] else ""
 
-def check_tokens(
-    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any], where: str
-) -> None:
-    """Refuse a tokenizer that lacks control tokens which a known family's template writes: headers would be text that content can fake.
+    def check_tokens(self) -> None:
+        """Refuse a tokenizer that lacks control tokens of a known family's template: as text, headers could be faked by content.
 
-    Raises:
-        TemplateError: it lacks some; they are named.
-    """
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    text = template.render(family.adapt([user, assistant, user]), tools=None, generate=True, **args)
-    missing = [t for t in dict.fromkeys(_CONTROL.findall(text)) if t not in tokenizer.added]
-    if missing and family.marks:
-        raise TemplateError(
-            f"{where}: its chat template ({family.name}) writes {', '.join(missing)}, which its tokenizer does not know as special "
-            "tokens; add them to the tokenizer (added_tokens in tokenizer.json), or take the tokenizer that belongs to the template"
-        )
+        Raises:
+            TemplateError: it lacks some; they are named.
+        """
+        text = self._template.render([_user("a"), _assistant("b"), _user("a")], generate=True)
+        missing = [t for t in dict.fromkeys(_CONTROL.findall(text)) if t not in self._tokenizer.added]
+        if missing and self._family.marks:
+            raise TemplateError(
+                f"{self._where}: its chat template ({self._family.name}) writes {', '.join(missing)}, which its tokenizer does not know "
+                "as special tokens; add them to the tokenizer (added_tokens in tokenizer.json), or take the tokenizer that belongs to the "
+                "template"
+            )
 
+    def header_tokens(self) -> frozenset[str]:
+        """The added tokens that name the speaker: those around plain messages, without the tags of thinking."""
+        conversation = [_user("a"), _assistant("b"), _user("a")]
+        tokens: set[str] = set()
+        for first in ([], [{"role": "system", "content": "a"}]):
+            try:
+                text = self._template.render([*first, *conversation], generate=True)
+            except TemplateError:  # it accepts no system message
+                continue
+            tokens.update(m.group() for m in self._tokenizer.pattern.finditer(text))
+        return frozenset(tokens - {"<think>", "</think>"})
 
-def header_tokens(
-    template: ChatTemplate, tokenizer: Tokenizer, family: Family, args: Mapping[str, Any]
-) -> frozenset[str]:
-    """The added tokens that say who speaks: those around plain messages, less the tags of thinking."""
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    found: set[str] = set()
-    for first in ([], [{"role": "system", "content": "a"}]):
+    def accepts_parts(self) -> bool:
+        """Whether the template shows content that is a list of parts."""
+        text = self._try_render([{"role": "user", "content": [{"type": "text", "text": QUESTION}]}])
+        return QUESTION in text and "'type'" not in text
+
+    def shows_tools(self) -> bool:
+        """Whether the template puts the tools' schemas into the prompt."""
+        tool = {**DUMMY_TOOL, "function": {**DUMMY_TOOL["function"], "name": QUESTION}}
+        return QUESTION in self._try_render([_user("x")], tools=[tool])
+
+    def shows_role(self, role: str) -> bool:
+        """Whether the template shows a message of this role before the user's.
+
+        Raises:
+            TemplateError: the template refuses it.
+        """
+        return QUESTION in self._template.render([{"role": role, "content": QUESTION}, _user("x")], generate=True)
+
+    def after_question(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """What the template writes after a user's `QUESTION`."""
+        return self._template.render(messages, generate=generate).rpartition(QUESTION)[2]
+
+    def _try_render(self, messages: Sequence[Message], tools: Any = None) -> str:
         try:
-            text = template.render(family.adapt([*first, user, assistant, user]), tools=None, generate=True, **args)
-        except TemplateError:  # it takes no system message
-            continue
-        found.update(m.group() for m in tokenizer.pattern.finditer(text))
-    return frozenset(found - {"<think>", "</think>"})
+            return self._template.render(messages, tools=tools, generate=True)
+        except TemplateError:
+            return ""
 
 
-def takes_parts(template: ChatTemplate, family: Family, args: Mapping[str, Any]) -> bool:
-    """Does the template show content that comes as a list of parts?"""
-    try:
-        text = template.render(
-            family.adapt([{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]),
-            tools=None,
-            generate=True,
-            **args,
-        )
-    except TemplateError:
-        return False
-    return QUESTION in text and "'type'" not in text
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
 
 
-def flattened(messages: Sequence[Message]) -> list[Message]:
-    """Contents of text parts alone as one text, for templates that would leave them out."""
-    return [
-        {**m, "content": "".join(p["text"] for p in m["content"])} if _only_text(m.get("content")) else m
-        for m in messages
-    ]
-
-
-def _only_text(content: Any) -> bool:
-    return isinstance(content, (list, tuple)) and all(
-        isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content
-    )
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

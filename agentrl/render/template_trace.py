@@ -1,9 +1,9 @@
-"""Rendering a template with unknown contents: which path it takes, and where each content goes.
+"""Symbolic rendering: the path that a template takes for unknown contents, and where each content goes.
 
-A `Hole` is a string whose value stands for any content. It records what the template asks about it (`startswith`, truth, length: kept
-as conditions), what the template makes of it (`trim`, a slice, `tojson`: kept as steps), and where it is put. What comes out is a
-`Pattern`: literals and holes. For contents that answer every condition alike, the template takes the same path, so filling the holes
-gives exactly the string that rendering would give. Whatever cannot be followed makes the pattern None: then one renders each time.
+A `SymbolicText` is a string that stands for any content. It records what the template asks about it (`startswith`, truth, length: kept as
+conditions), what the template makes of it (`trim`, a slice, `tojson`: kept as steps), and where it is put. The result is a `Pattern` of
+literals and slots. The template takes the same path for all contents that meet the conditions, so filling the slots gives exactly what
+rendering would give. If something cannot be traced there is no pattern, and the template is rendered for each content.
 
 This is concolic execution (Godefroid, Klarlund and Sen 2005, DART) of one Jinja render.
 """
@@ -11,8 +11,9 @@ This is concolic execution (Godefroid, Klarlund and Sen 2005, DART) of one Jinja
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -20,8 +21,8 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A place of a pattern: content number `index`, after `steps`."""
+class Slot:
+    """A place in a pattern for content number `index`, after `steps`."""
 
     index: int
     steps: tuple[Step, ...] = ()
@@ -33,68 +34,72 @@ class Part:
             value = function(value, *args)
         return value
 
+    def then(self, function: Callable[..., Any], *args: Any) -> Slot:
+        """This slot after one more step."""
+        return Slot(self.index, (*self.steps, (function, args)))
+
 
 @dataclass
 class Trace:
-    """What one render asked and whether it could be followed."""
+    """What one render asked about its symbolic texts, and whether all of them could be traced."""
 
-    conditions: list[tuple[Part, Any]] = field(default_factory=list)
-    """(question, answer): the steps end in a truth value or a number"""
-    opaque: bool = False
+    conditions: list[tuple[Slot, Any]] = field(default_factory=list)
+    """(question, answer); the question's last step gives a truth value or a number"""
+    untraceable: bool = False
     balance: int = 0
-    """holes turned to text less holes put out; not 0: some went where they cannot be followed"""
+    """symbolic texts converted to output minus those in the output; not 0: some went where they cannot be traced"""
 
     def reset(self) -> None:
-        """Begin anew with the same holes."""
-        self.conditions, self.opaque, self.balance = [], False, 0
+        """Start again with the same symbolic texts."""
+        self.conditions, self.untraceable, self.balance = [], False, 0
 
-    def ask(self, part: Part, answer: Any) -> Any:
-        """Keep a condition."""
-        self.conditions.append((part, answer))
+    def record(self, question: Slot, answer: Any) -> Any:
+        """Keep a condition and return its answer."""
+        self.conditions.append((question, answer))
         return answer
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A rendered string with holes."""
+    """A rendered string with slots for contents."""
 
-    parts: tuple[str | Part, ...]
-    conditions: tuple[tuple[Part, Any], ...]
+    parts: tuple[str | Slot, ...]
+    conditions: tuple[tuple[Slot, Any], ...]
 
     def holds(self, contents: Sequence[str]) -> bool:
-        """Would the template take the same path for these contents?"""
+        """Whether the template takes the same path for these contents."""
         try:
-            return all(part.fill(contents) == answer for part, answer in self.conditions)
+            return all(question.fill(contents) == answer for question, answer in self.conditions)
         except (IndexError, ValueError):
             return False
 
     def leaks(self, stand_ins: Iterable[str]) -> bool:
-        """Is a stand-in among the literals? Then it went somewhere unseen."""
+        """Whether a stand-in is among the literals, so that its text was copied without being traced."""
         literals = "\n".join(p for p in self.parts if isinstance(p, str))
         return any(s in literals or json.dumps(s)[1:-1] in literals for s in stand_ins if s)
 
     def fill(self, contents: Sequence[str]) -> str:
-        """The string that rendering these contents gives (if `holds`)."""
+        """The string that rendering these contents gives, if `holds`."""
         return "".join(p if isinstance(p, str) else p.fill(contents) for p in self.parts)
 
 
-class Hole(str):
-    """A string that contains unknown content. Its own value is a stand-in."""
+class SymbolicText(str):
+    """A string that contains unknown content. Its own characters are a stand-in for it."""
 
-    parts: tuple[str | Part, ...]
+    parts: tuple[str | Slot, ...]
     trace: Trace
 
     @classmethod
-    def of(cls, text: str, parts: Iterable[str | Part], trace: Trace) -> Hole:
-        """Build; neighbouring literals are joined, empty ones left out."""
+    def of(cls, text: str, parts: Iterable[str | Slot], trace: Trace) -> SymbolicText:
+        """Build from parts; adjacent literals are joined, empty ones left out."""
         self = str.__new__(cls, text)
-        merged: list[str | Part] = []
+        joined: list[str | Slot] = []
         for part in parts:
-            if isinstance(part, str) and merged and isinstance(merged[-1], str):
-                merged[-1] += part
+            if isinstance(part, str) and joined and isinstance(joined[-1], str):
+                joined[-1] += part
             elif part != "":
-                merged.append(part)
-        self.parts, self.trace = tuple(merged), trace
+                joined.append(part)
+        self.parts, self.trace = tuple(joined), trace
         return self
 
     def __str__(self) -> str:
@@ -102,121 +107,102 @@ class Hole(str):
         return self
 
     def __add__(self, other: str) -> str:
-        return Hole.of(str.__add__(self, other), (*self.parts, *_parts(other)), self.trace)
+        return SymbolicText.of(str.__add__(self, other), (*self.parts, *_parts(other)), self.trace)
 
     def __radd__(self, other: str) -> str:
-        return Hole.of(str.__add__(other, self), (*_parts(other), *self.parts), self.trace)
+        return SymbolicText.of(str.__add__(other, self), (*_parts(other), *self.parts), self.trace)
 
     def __bool__(self) -> bool:
-        return bool(self.apply(_truth))
+        return bool(self.apply(bool))
 
     def __len__(self) -> int:
-        return int(self.apply(_length))
+        return int(self.apply(len))
 
     def __hash__(self) -> int:
-        self.trace.opaque = True
+        self.trace.untraceable = True
         return str.__hash__(self)
 
     def __iter__(self) -> Iterator[str]:
-        self.trace.opaque = True
-        yield from bare(self)
+        self.trace.untraceable = True
+        yield from plain(self)
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a pure function on the content: text gives a new hole, a list of texts several, anything else is a condition."""
-        plain = bare(self)
-        if len(self.parts) != 1 or isinstance(self.parts[0], str) or any(isinstance(a, Hole) for a in args):
-            self.trace.opaque = True
-            return function(plain, *args)
-        part = Part(self.parts[0].index, (*self.parts[0].steps, (function, args)))
-        value = function(plain, *args)
+        """Call a pure function of the content: a text or a list of texts becomes symbolic, any other result a condition."""
+        value = function(plain(self), *args)
+        (slot, *more) = self.parts or ("",)
+        if more or isinstance(slot, str) or any(isinstance(a, SymbolicText) for a in args):
+            self.trace.untraceable = True
+            return value
         if value is NotImplemented:
             return value
+        result = slot.then(function, *args)
         if isinstance(value, str):
-            return Hole.of(value, (part,), self.trace)
+            return SymbolicText.of(value, (result,), self.trace)
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
-            self.trace.ask(Part(part.index, (*part.steps, (len, ()))), len(value))
-            return [
-                Hole.of(v, (Part(part.index, (*part.steps, (_item, (i,)))),), self.trace) for i, v in enumerate(value)
-            ]
+            self.trace.record(result.then(len), len(value))
+            return [SymbolicText.of(v, (result.then(getitem, i),), self.trace) for i, v in enumerate(value)]
         if value is None or isinstance(value, (bool, int)):
-            return self.trace.ask(part, value)
-        self.trace.opaque = True
+            return self.trace.record(result, value)
+        self.trace.untraceable = True
         return value
 
 
-def bare(text: str) -> str:
-    """The stand-in text of a hole, as a plain string."""
+def plain(text: str) -> str:
+    """The characters of a text as an ordinary string."""
     return str.__str__(text)
 
 
-def _parts(text: str) -> tuple[str | Part, ...]:
-    return text.parts if isinstance(text, Hole) else (text,)
-
-
-def _truth(text: str) -> bool:
-    return bool(text)
-
-
-def _length(text: str) -> int:
-    return len(text)
-
-
-def _item(values: list[str], index: int) -> str:
-    return values[index]
+def _parts(text: str) -> tuple[str | Slot, ...]:
+    return text.parts if isinstance(text, SymbolicText) else (text,)
 
 
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The `tojson` filter as Hugging Face templates expect it: plain JSON, nothing escaped for HTML."""
-    if isinstance(value, Hole):
-        result: str = value.apply(_dumps, ensure_ascii)
+    """The `tojson` filter that Hugging Face templates expect: plain JSON, nothing escaped for HTML."""
+    if isinstance(value, SymbolicText):
+        result: str = value.apply(_text_to_json, ensure_ascii)
         return result
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _dumps(text: str, ensure_ascii: bool) -> str:
+def _text_to_json(text: str, ensure_ascii: bool) -> str:
     return json.dumps(text, ensure_ascii=ensure_ascii)
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _traced_method(name: str) -> Callable[..., Any]:
     function = getattr(str, name)
 
-    def method(self: Hole, *args: Any, **kwargs: Any) -> Any:
+    def method(self: SymbolicText, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            self.trace.opaque = True
-            return function(bare(self), *args, **kwargs)
+            self.trace.untraceable = True
+            return function(plain(self), *args, **kwargs)
         return self.apply(function, *args)
 
     method.__name__ = name
     return method
 
 
-_KEPT = set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__format__"} | {
-    "__add__",
-    "__len__",
-    "__iter__",
-    "__getnewargs__",
-}
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__format__"}
+_UNTRACED = set(dir(object)) - _COMPARISONS | {"__add__", "__len__", "__iter__", "__getnewargs__"}
 for _name in dir(str):
-    if _name not in _KEPT and callable(getattr(str, _name)):
-        setattr(Hole, _name, _method(_name))
+    if _name not in _UNTRACED and callable(getattr(str, _name)):
+        setattr(SymbolicText, _name, _traced_method(_name))
 
 
-def blind(args: Iterable[Any], kwargs: dict[str, Any]) -> None:
-    """Something is about to read its arguments where holes cannot see it."""
+def mark_untraceable(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Mark the traces of symbolic arguments: they are about to be read where that cannot be recorded."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Hole):
-            value.trace.opaque = True
+        if isinstance(value, SymbolicText):
+            value.trace.untraceable = True
 
 
-def joined(pieces: Iterable[str]) -> str:
-    """Jinja's `concat`, following holes."""
+def concat(pieces: Iterable[str]) -> str:
+    """Jinja's `concat`, which keeps symbolic texts."""
     listed = list(pieces)
-    holes = [p for p in listed if isinstance(p, Hole)]
-    if not holes:
+    symbolic = [p for p in listed if isinstance(p, SymbolicText)]
+    if not symbolic:
         return "".join(listed)
-    trace = holes[0].trace
-    trace.balance -= len(holes)
-    text = "".join(bare(p) if isinstance(p, Hole) else p for p in listed)
-    return Hole.of(text, (q for p in listed for q in _parts(p)), trace)
+    trace = symbolic[0].trace
+    trace.balance -= len(symbolic)
+    return SymbolicText.of("".join(map(plain, listed)), (part for p in listed for part in _parts(p)), trace)

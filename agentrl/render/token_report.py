@@ -1,4 +1,4 @@
-"""What `agentrl tokens` prints: what is known about a model's template, and a conversation's tokens with their provenance and mask."""
+"""The report of `agentrl tokens`: what is known about a model's template, and a conversation's tokens with provenance and mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.errors import DataError
 from agentrl.render.base import HistoryPolicy, Pieces
-from agentrl.render.delta_proof import Proof
+from agentrl.render.delta_proof import DeltaProof
 from agentrl.render.families import make_renderer
 from agentrl.render.images import images_of_model
 from agentrl.render.renderer import Renderer, strip_control
@@ -25,7 +25,8 @@ EXAMPLE: tuple[Message, ...] = (
 )
 _TOOL: Message = {"role": "tool", "name": "f", "tool_call_id": "abcdefgh0", "content": "x"}
 _USER: Message = {"role": "user", "content": "x"}
-_SHAPES: tuple[tuple[str, list[Message]], ...] = (
+_ASSISTANT: Message = {"role": "assistant", "content": "x"}
+_OBSERVATIONS: tuple[tuple[str, list[Message]], ...] = (
     ("a user's message", [_USER]),
     ("a tool's result", [_TOOL]),
     ("two tools' results", [_TOOL, {**_TOOL, "tool_call_id": "abcdefgh1"}]),
@@ -33,12 +34,12 @@ _SHAPES: tuple[tuple[str, list[Message]], ...] = (
 )
 _HISTORIES: tuple[tuple[str, list[Message]], ...] = (
     ("before any tool", [_USER]),
-    ("after a tool's result", [_USER, {"role": "assistant", "content": "x"}, _TOOL]),
-    ("later", [_USER, {"role": "assistant", "content": "x"}, _TOOL, {"role": "assistant", "content": "x"}, _USER]),
+    ("after a tool's result", [_USER, _ASSISTANT, _TOOL]),
+    ("later", [_USER, _ASSISTANT, _TOOL, _ASSISTANT, _USER]),
 )
 
 
-def show_tokens(
+def token_report(
     model_dir: str | Path,
     conversation: str | Path | Sequence[Message] | None = None,
     *,
@@ -47,22 +48,34 @@ def show_tokens(
     width: int = 100,
     **template_args: Any,
 ) -> str:
-    """The report. `conversation`: a JSON file of messages (or {"messages": …, "tools": …}), or messages; None: an example.
+    """The report as text.
+
+    Args:
+        model_dir: A model folder or hub id.
+        conversation: A JSON file of messages or of {"messages": …, "tools": …}, or messages. None: an example.
+        action_format: A name of `FORMATS`. None: the family's own.
+        history: What to do where the template rewrites history.
+        width: Columns for text and ids.
+        template_args: Variables of the template.
+
+    Returns:
+        The text, which ends with a newline.
 
     Raises:
         TemplateError: the model cannot be rendered.
-        DataError: the file is no conversation.
+        DataError: the file is not a conversation.
     """
     tokenizer = Tokenizer.load(model_dir)
     images = images_of_model(model_dir, tokenizer.added)
     renderer = make_renderer(
         tokenizer, action_format, where=str(model_dir), history=history, images=images, **template_args
     )
-    messages, tools = _conversation(conversation)
-    return "\n".join([*_about(renderer), "", *_proofs(renderer), "", *_spans(renderer, messages, tools, width)]) + "\n"
+    messages, tools = _load_conversation(conversation)
+    lines = (*_properties(renderer), "", *_proofs(renderer), "", *_conversation(renderer, messages, tools, width))
+    return "\n".join(lines) + "\n"
 
 
-def _conversation(source: str | Path | Sequence[Message] | None) -> tuple[list[Message], list[Any]]:
+def _load_conversation(source: str | Path | Sequence[Message] | None) -> tuple[list[Message], list[Any]]:
     if source is None:
         return list(EXAMPLE), []
     value: Any = source
@@ -81,20 +94,21 @@ def _conversation(source: str | Path | Sequence[Message] | None) -> tuple[list[M
     return [dict(m) for m in messages], list(tools)
 
 
-def _about(renderer: Renderer) -> Iterator[str]:
+def _properties(renderer: Renderer) -> Iterator[str]:
     tokenizer = renderer.tokenizer
-    stops = [name for name, i in tokenizer.added.items() if i in renderer.stop_token_ids]
+    stop_tokens = [name for name, i in tokenizer.added.items() if i in renderer.stop_token_ids]
+    stop_strings = f", stop strings {', '.join(renderer.stop)}" if renderer.stop else ""
     yield f"family         {renderer.family}"
-    yield f"action format  {renderer.format.name}" + (
-        f", stop strings {', '.join(renderer.stop)}" if renderer.stop else ""
-    )
+    yield f"action format  {renderer.format.name}{stop_strings}"
     yield f"turn ends      {' '.join(renderer.ends)}"
-    yield f"engine stops   {' '.join(stops)}"
-    yield f"prefilled      {renderer.prefill!r}" if renderer.prefill else "prefilled      nothing"
+    yield f"engine stops   {' '.join(stop_tokens)}"
+    yield f"prefilled      {repr(renderer.prefill) if renderer.prefill else 'nothing'}"
     yield f"tools          {_tools(renderer)}"
     yield f"history        {renderer.history_policy}"
-    yield f"added tokens   {len(tokenizer.added)}, {len(tokenizer.controls)} of them special; inside content all are plain text"
-    yield f"encoder        {'words from a cache, cut as the tokenizer cuts them' if tokenizer.is_fast else 'the tokenizer itself'}"
+    yield (
+        f"added tokens   {len(tokenizer.added)}, {len(tokenizer.controls)} of them special; inside content all are plain text"
+    )
+    yield f"encoder        {'words from a cache, split as the tokenizer splits them' if tokenizer.is_fast else 'the tokenizer itself'}"
 
 
 def _tools(renderer: Renderer) -> str:
@@ -107,71 +121,75 @@ def _tools(renderer: Renderer) -> str:
 
 def _proofs(renderer: Renderer) -> Iterator[str]:
     if renderer.format.inline:
-        yield "deltas: inline, in the same assistant turn; the template is not asked"
+        yield "deltas: inline, in the same assistant turn; the template is not used"
         return
     yield "deltas, by what follows the assistant's turn:"
-    for name, messages in _SHAPES:
-        said = _said(renderer.proof(messages))
-        if said.startswith("NOT"):  # perhaps it is, once the history is known
-            parts = [(when, renderer.proof(messages, history=h, tools=())) for when, h in _HISTORIES]
-            if any(p.reason is None for _, p in parts):
-                yield from (f"  {name}, {when}, without tools in the prompt: {_said(p)}" for when, p in parts)
+    for name, messages in _OBSERVATIONS:
+        proof = renderer.proof(messages)
+        if proof.reason is not None:  # it may be proven for a known history
+            proofs = [(when, renderer.proof(messages, history=history, tools=())) for when, history in _HISTORIES]
+            if any(p.reason is None for _, p in proofs):
+                yield from (f"  {name}, {when}, without tools in the prompt: {_verdict(p)}" for when, p in proofs)
                 continue
-        yield f"  {name}: {said}"
+        yield f"  {name}: {_verdict(proof)}"
 
 
-def _said(proof: Proof) -> str:
+def _verdict(proof: DeltaProof) -> str:
     if proof.reason is not None:
         return f"NOT PROVEN, a new segment each time: {proof.reason}"
     how = "spliced" if proof.pattern is not None else "rendered each time"
-    strips = "; drops earlier thinking" if proof.strips else ""
-    return f"proven over {proof.histories} histories, {how}{strips}: {proof.end} {proof.shown()}"
+    drops = "; drops earlier thinking" if proof.drops_reasoning else ""
+    return f"proven over {proof.histories} histories, {how}{drops}: {proof.end} {proof.preview()}"
 
 
-def _spans(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], width: int) -> Iterator[str]:
-    """The conversation as a rollout would build it, the assistant's messages being what was sampled."""
+def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], width: int) -> Iterator[str]:
+    """The conversation as a rollout would build it, with the assistant's messages as what was sampled."""
     yield "provenance   mask  tokens  text"
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     history = list(messages[:first])
     pieces = renderer.prompt(history, tools)
-    said: tuple[int, ...] = ()
+    sampled: tuple[int, ...] = ()
     turn: list[Message] = []
-    """the assistant's message, and those after it"""
+    """the assistant's message, and those that answer it"""
     for message in (*messages[first:], None):
         if message is not None and message["role"] != "assistant":
             turn.append(message)
             continue
         if turn[1:]:
-            reason, pieces = _follow(renderer, history, turn, said, tools)
+            reason, pieces = _next_pieces(renderer, history, turn, sampled, tools)
             if reason is not None:
                 yield f"------------ a new segment: {reason}"
         elif turn:
             pieces = ()
-        yield from _lines(renderer, pieces, width)
+        yield from _piece_lines(renderer, pieces, width)
         if message is not None:
             context = [i for _, ids in pieces for i in ids]
-            history, said = [*history, *turn], renderer.said(message)
-            turn = [renderer.message(renderer.parse(said, FinishReason.STOP, 64, context=context))]
-            yield from _lines(renderer, [(Provenance.SAMPLED, said)], width)
+            history, sampled = [*history, *turn], renderer.encode_turn(message)
+            turn = [renderer.message(renderer.parse(sampled, FinishReason.STOP, 64, context=context))]
+            yield from _piece_lines(renderer, ((Provenance.SAMPLED, sampled),), width)
 
 
-def _follow(
-    renderer: Renderer, history: Sequence[Message], turn: Sequence[Message], said: Sequence[int], tools: Sequence[Any]
+def _next_pieces(
+    renderer: Renderer,
+    history: Sequence[Message],
+    turn: Sequence[Message],
+    sampled: Sequence[int],
+    tools: Sequence[Any],
 ) -> tuple[str | None, Pieces]:
-    """What comes after the ids that were said: why a new segment, if one, and its pieces or the delta's."""
-    delta = renderer.delta(turn[1:], said, history=history, tools=tools)
+    """Why a new segment opens (None: none does), and what follows the sampled ids: the delta, or the new segment's prompt."""
+    delta = renderer.delta(turn[1:], sampled, history=history, tools=tools)
     if delta.new_segment is None:
         return None, delta.pieces
     return delta.new_segment, renderer.prompt([*history, *turn], tools)
 
 
-def _lines(renderer: Renderer, pieces: Sequence[tuple[Provenance, Sequence[int]]], width: int) -> Iterator[str]:
+def _piece_lines(renderer: Renderer, pieces: Pieces, width: int) -> Iterator[str]:
     for kind, ids in pieces:
         text = strip_control(renderer.tokenizer.decode(ids)).replace("\n", "\\n").replace("\t", "\\t")
-        yield f"{kind.name:<12} {int(kind is Provenance.SAMPLED):>4} {len(ids):>7}  {_cut(text, width)}"
-        yield f"{'':<12} {'':>4} {'':>7}  {_cut(' '.join(map(str, ids)), width)}"
+        yield f"{kind.name:<12} {int(kind is Provenance.SAMPLED):>4} {len(ids):>7}  {_abbreviated(text, width)}"
+        yield f"{'':<12} {'':>4} {'':>7}  {_abbreviated(' '.join(map(str, ids)), width)}"
 
 
-def _cut(text: str, width: int) -> str:
-    """Head and end of what is too wide."""
+def _abbreviated(text: str, width: int) -> str:
+    """The text, or its beginning and end if it is too wide."""
     return text if len(text) <= width else f"{text[: width * 2 // 3]} … {text[-width // 3 :]}"

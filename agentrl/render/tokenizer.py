@@ -1,11 +1,11 @@
-"""A tokenizer that keeps scaffold and content apart.
+"""A tokenizer that keeps the template's text and content apart.
 
-The law (design §5.3): ids = the tokenisation of the whole string in which only the scaffold's occurrences of added tokens are
-atomic; an added token that occurs inside content is plain text. Where content holds none, the ids are the tokenizer's own.
+The rule: ids are the tokenisation of the whole string in which only the template's own occurrences of added tokens are atomic; an added
+token inside content is plain text. Where content holds none, the ids are the tokenizer's own.
 
-A rendered string falls into *sections* at the scaffold's added tokens; a section is encoded by a copy of the tokenizer that knows no
-added tokens. Content that is put through a template is *shielded* first: each added token in it is swapped for one private-use
-character, which no template touches, so that every added token left in the rendered string is the scaffold's.
+A rendered string is split into *sections* at the template's added tokens; a section is encoded by a copy of the tokenizer without added
+tokens. Content that passes through a template is *escaped* first: each added token in it is replaced by one private-use character, which
+templates do not change, so that every added token left in the rendered string is the template's.
 """
 
 from __future__ import annotations
@@ -19,20 +19,31 @@ from typing import Any
 import tokenizers
 
 from agentrl.errors import TemplateError
-from agentrl.render.bpe_cache import FastDecoder, FastEncoder, part_state
+from agentrl.render.accelerators.word_cache import ContentEncoder, part_state
 
 _BASES = (0xF0000, 0x100000, 0xF8000, 0x108000)
-"""where private-use stand-ins may start; one whose range the content does not use is taken"""
-_LONE = re.compile("[\ud800-\udfff]")
+"""first characters of the private-use ranges; one that the content does not use is taken"""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`: encode scaffold atomically and content plainly, decode ids exactly."""
+    """Wraps a `tokenizers.Tokenizer`: encodes template text atomically and content plainly, decodes ids exactly.
+
+    Example:
+        >>> tokenizer = Tokenizer.load("path/to/model")
+        >>> tokenizer.encode("<|im_end|>")  # one token
+        >>> tokenizer.encode_plain("<|im_end|>")  # several
+    """
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, chat_template: str | None = None, special: dict[str, str] | None = None
     ) -> None:
-        """`special` holds the named special tokens (bos_token, eos_token, …) that templates refer to.
+        """Wrap.
+
+        Args:
+            backend: The tokenizer; its truncation and padding are switched off.
+            chat_template: The model's chat template.
+            special: Named special tokens (bos_token, eos_token, …) to which templates refer.
 
         Raises:
             TemplateError: its added tokens cannot be told from plain text.
@@ -42,34 +53,35 @@ class Tokenizer:
         self.special = special or {}
         backend.no_truncation()
         backend.no_padding()
-        added = {t.content: (i, t) for i, t in backend.get_added_tokens_decoder().items()}
-        self.added: dict[str, int] = {name: i for name, (i, _) in added.items()}
+        tokens = {t.content: (i, t) for i, t in backend.get_added_tokens_decoder().items()}
+        self.added: dict[str, int] = {name: i for name, (i, _) in tokens.items()}
         """every added token, special or not"""
-        self.controls = frozenset(name for name, (_, t) in added.items() if t.special)
+        self.controls = frozenset(name for name, (_, t) in tokens.items() if t.special)
         """the special ones"""
-        self._plain = _without_added(backend)
-        self._fast = FastEncoder.build(self._plain)
-        self._fast_decoder = FastDecoder.build(backend)
+        self._content = ContentEncoder(_without_added_tokens(backend))
         self._names = list(self.added)
         self._index = {name: i for i, name in enumerate(self._names)}
-        self.pattern = (
-            re.compile("|".join(_matcher(t) for _, t in sorted(added.values(), key=lambda v: -len(v[1].content))))
-            if added
-            else re.compile(r"(?!)")
-        )
+        longest_first = sorted((t for _, t in tokens.values()), key=lambda t: -len(t.content))
+        self.pattern = re.compile("|".join(map(_token_pattern, longest_first)) if tokens else r"(?!)")
         """finds added tokens, the longest first"""
-        self._left = frozenset(name for name, (_, t) in added.items() if t.lstrip)
-        self._right = frozenset(name for name, (_, t) in added.items() if t.rstrip)
-        self._sections = not any(t.normalized for _, t in added.values())
-        """added tokens are found in the text as it stands, so that sections add up to the tokenizer's own encoding"""
+        self._strips_left = frozenset(name for name, (_, t) in tokens.items() if t.lstrip)
+        self._strips_right = frozenset(name for name, (_, t) in tokens.items() if t.rstrip)
+        self._sections = self.is_fast and not any(t.normalized for _, t in tokens.values())
+        """template text is encoded by sections too: added tokens are found in the text before normalisation, so sections give the same ids"""
         self._check()
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a model folder or a hub id.
+        """Load from a model folder or a hub id.
+
+        Args:
+            path: A folder with tokenizer.json, or anything that `AutoTokenizer.from_pretrained` accepts.
+
+        Returns:
+            The tokenizer with its chat template.
 
         Raises:
-            TemplateError: no tokenizer there, or none that the fast `tokenizers` library can run.
+            TemplateError: there is no tokenizer, or none that the fast `tokenizers` library can run.
         """
         folder = Path(path)
         if (folder / "tokenizer.json").exists():
@@ -85,9 +97,8 @@ class Tokenizer:
                 f"{path}: its tokenizer ({type(hf).__name__}) has no fast version; convert it to a tokenizer.json first"
             )
         template = hf.chat_template if isinstance(hf.chat_template, str) else None
-        return cls(
-            hf.backend_tokenizer, chat_template=template, special={k: str(v) for k, v in hf.special_tokens_map.items()}
-        )
+        special = {k: str(v) for k, v in hf.special_tokens_map.items()}
+        return cls(hf.backend_tokenizer, chat_template=template, special=special)
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
@@ -101,7 +112,7 @@ class Tokenizer:
         template = config.get("chat_template")
         if isinstance(template, list):  # named templates
             template = next((t["template"] for t in template if t["name"] == "default"), None)
-        if (folder / "chat_template.jinja").exists():  # the newer place; transformers prefers it too
+        if (folder / "chat_template.jinja").exists():  # the newer place, which transformers prefers too
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         special = {
             k: v["content"] if isinstance(v, dict) else v
@@ -112,120 +123,116 @@ class Tokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Content is encoded word by word from a cache, proven to give the tokenizer's own ids."""
-        return self._fast is not None
+        """Whether content is encoded word by word from a cache."""
+        return self._content.cache is not None
 
     # -- ids ---------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a string of scaffold: its added tokens are atomic; nothing is prepended."""
-        if self._fast is not None and self._sections:
-            return self._encode_sections(whole_text(text), 0)
-        ids: list[int] = self.backend.encode(whole_text(text), add_special_tokens=False).ids
+        """Ids of template text: its added tokens are atomic; nothing is prepended."""
+        text = replace_surrogates(text)
+        if self._sections:
+            return self._encode_sections(text, 0)
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a string of content: no added token in it counts as one."""
-        text = whole_text(text)
-        ids = self._fast.encode(text) if self._fast is not None else None
-        if ids is None:
-            ids = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+        """Ids of content: an added token in it is plain text."""
+        return self._content.encode(replace_surrogates(text))
 
     def encode_section(self, text: str, before: str | None, after: str | None) -> list[int]:
-        """Ids of plain text between two added tokens of the scaffold (None: the string's end), which may eat spaces next to them."""
-        if before in self._right:
+        """Ids of plain text between two added tokens of the template (None: the string's end), which may absorb spaces next to them."""
+        if before in self._strips_right:
             text = text.lstrip()
-        if after in self._left:
+        if after in self._strips_left:
             text = text.rstrip()
         return self.encode_plain(text) if text else []
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens shown."""
-        if self._fast_decoder is not None:
-            return self._fast_decoder.decode(ids)
+        """The text of ids, special tokens included."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
-    # -- shielding ---------------------------------------------------------------------------------------------------
+    # -- escaping ----------------------------------------------------------------------------------------------------
 
-    def shield(self, texts: Iterable[str], spare: Container[str] = ()) -> tuple[list[str], int]:
-        """Swap added tokens in contents for private-use characters, except those in `spare`.
+    def has_token(self, text: str, allowed: Container[str] = ()) -> bool:
+        """Whether a text holds an added token that is not among the allowed ones."""
+        return any(match.group() not in allowed for match in self.pattern.finditer(text))
 
-        Returns the new texts and the base to unshield with (0: nothing to do).
-        """
+    def escape_all(self, texts: Iterable[str]) -> tuple[list[str], int]:
+        """The texts escaped, and the base to encode them with (0: nothing was escaped)."""
         originals = list(texts)
-        if not any(m.group() not in spare for t in originals for m in self.pattern.finditer(t)):
+        if not any(map(self.has_token, originals)):
             return originals, 0
-        base = self.free_base(originals)
-        return [self.shielded(t, base, spare) for t in originals], base
+        base = self.unused_base(originals)
+        return [self.escape(t, base) for t in originals], base
 
-    def free_base(self, texts: Iterable[str]) -> int:
-        """A private-use range that the texts do not use.
+    def unused_base(self, texts: Iterable[str]) -> int:
+        """The first character of a private-use range that the texts do not use.
 
         Raises:
             TemplateError: they use all of them.
         """
-        n = len(self._names)
-        high = {ord(c) for t in texts if not t.isascii() for c in t if c >= "\U000f0000"}
-        base = next((b for b in _BASES if not any(b <= c < b + n for c in high)), 0)
-        if not base:
-            raise TemplateError(
-                "content uses every private-use range that could stand in for added tokens; remove those characters from it"
-            )
-        return base
+        used = {ord(c) for t in texts if not t.isascii() for c in t if c >= "\U000f0000"}
+        for base in _BASES:
+            if not any(base <= c < base + len(self._names) for c in used):
+                return base
+        raise TemplateError(
+            "content uses every private-use range that could stand in for added tokens; remove those characters from it"
+        )
 
-    def shielded(self, text: str, base: int, spare: Container[str] = ()) -> str:
-        """The text with its added tokens swapped for characters from `base` on."""
-        return self.pattern.sub(lambda m: m.group() if m.group() in spare else chr(base + self._index[m.group()]), text)
+    def escape(self, text: str, base: int, keep: Container[str] = ()) -> str:
+        """The text with its added tokens, except those to keep, replaced by characters from `base` on."""
+        return self.pattern.sub(lambda m: m.group() if m.group() in keep else chr(base + self._index[m.group()]), text)
 
-    def encode_shielded(self, text: str, base: int) -> list[int]:
-        """Ids of a rendered string whose contents were shielded with `base`."""
-        return self._encode_sections(whole_text(text), base) if base else self.encode(text)
+    def encode_escaped(self, text: str, base: int) -> list[int]:
+        """Ids of a rendered string whose contents were escaped with `base`."""
+        return self._encode_sections(replace_surrogates(text), base) if base else self.encode(text)
 
     def _encode_sections(self, text: str, base: int) -> list[int]:
         ids: list[int] = []
-        at, before = 0, None
+        start, before = 0, None
         for match in self.pattern.finditer(text):
             token = match.group()
-            ids += self.encode_section(self._unshielded(text[at : match.start()], base), before, token)
+            ids += self.encode_section(self._unescape(text[start : match.start()], base), before, token)
             ids.append(self.added[token])
-            at, before = match.end(), token
-        return ids + self.encode_section(self._unshielded(text[at:], base), before, None)
+            start, before = match.end(), token
+        return ids + self.encode_section(self._unescape(text[start:], base), before, None)
 
-    def _unshielded(self, text: str, base: int) -> str:
+    def _unescape(self, text: str, base: int) -> str:
         if not base or text.isascii():
             return text
-        n = len(self._names)
-        return "".join(self._names[ord(c) - base] if base <= ord(c) < base + n else c for c in text)
+        count = len(self._names)
+        return "".join(self._names[ord(c) - base] if base <= ord(c) < base + count else c for c in text)
 
     def _check(self) -> None:
-        """Refuse a tokenizer whose plain encoding yields added tokens, or whose sections do not add up to its own encoding."""
-        ids = set(self.added.values())
+        """Refuse a tokenizer whose plain encoding yields added tokens, or whose sections do not give its own ids."""
+        added_ids = set(self.added.values())
         for name in self.added:
-            if ids & set(self.encode_plain(f"x {name}y")) | ids & set(self.encode_plain(name)):
+            if not added_ids.isdisjoint(self.encode_plain(f"x {name}y") + self.encode_plain(name)):
                 raise TemplateError(
                     f"the tokenizer reads {name!r} as one token even as plain text; tool output could inject it"
                 )
         sample = "".join(f"{name}word\n{name} two  " for name in self._names[:64])
-        if self.backend.encode(sample, add_special_tokens=False).ids != self.encode_shielded(sample, _BASES[0]):
+        if self.backend.encode(sample, add_special_tokens=False).ids != self.encode_escaped(sample, _BASES[0]):
             raise TemplateError(
-                "the tokenizer encodes text next to special tokens differently from text alone; it cannot keep content apart from scaffold"
+                "the tokenizer encodes text next to special tokens differently from text alone; it cannot keep content apart "
+                "from the template's text"
             )
 
 
-def whole_text(text: str) -> str:
-    """Text that has a UTF-8 form: lone surrogates become U+FFFD."""
-    return text if text.isascii() or not _LONE.search(text) else _LONE.sub("\ufffd", text)
+def replace_surrogates(text: str) -> str:
+    """The text with lone surrogates, which have no UTF-8 form, replaced by U+FFFD."""
+    return text if text.isascii() or not _LONE_SURROGATE.search(text) else _LONE_SURROGATE.sub("\ufffd", text)
 
 
-def _matcher(token: tokenizers.AddedToken) -> str:
+def _token_pattern(token: tokenizers.AddedToken) -> str:
     name = re.escape(token.content)
     return rf"(?<!\w){name}(?!\w)" if token.single_word else name
 
 
-def _without_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer, knowing no added tokens, and treating every text as one that goes on from another."""
+def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy without added tokens, which treats every text as the continuation of another."""
     plain = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
@@ -237,7 +244,6 @@ def _without_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
             step["prepend_scheme"] = "never"
         if firsts:
             changed = tokenizers.pre_tokenizers.Sequence([])
-            plain.pre_tokenizer = changed
             changed.__setstate__(json.dumps(state).encode())
             plain.pre_tokenizer = changed
     if backend.decoder is not None:

@@ -1,167 +1,186 @@
-"""What follows a turn in the context, and cutting what does not fit: at a token boundary, never inside a character, never in the scaffold."""
+"""The context after a turn, with contents truncated to what fits: at a token boundary, never inside a character or the template's text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.render.base import Delta, Pieces
 from agentrl.render.renderer import Renderer
 from agentrl.types import Message, Provenance
 
-LONG = 1 << 16
-"""characters; about 20 ms"""
-_ROUNDS = 8
+LONG_TEXT = 1 << 16
+"""characters; rendering them takes about 20 ms"""
+_MAX_ROUNDS = 8
+Rendered = TypeVar("Rendered", bound=Sized)
 
 
-@dataclass(frozen=True, slots=True)
-class Next:
-    """How the context goes on after a turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextContext:
+    """How the context continues after a turn."""
 
     pieces: Pieces
     images: list[PlacedImage]
-    """where they stand in the pieces"""
-    opens: str | None
-    """why the pieces are the beginning of a new segment; None: they follow the context"""
-    before: list[Message]
-    """the conversation up to the policy's turn"""
-    kept: list[Message]
-    """the messages after it, as they went in"""
-    cut: int
-    """tokens of them that did not fit"""
+    """their positions in the pieces"""
+    new_segment: str | None
+    """why the pieces begin a new segment; None: they continue the context"""
+    history: list[Message]
+    """the conversation up to and including the policy's turn"""
+    messages: list[Message]
+    """the messages after it, truncated"""
+    cut_tokens: int
+    """tokens of the messages that did not fit"""
 
     @property
     def conversation(self) -> list[Message]:
-        """All of it."""
-        return [*self.before, *self.kept]
+        """History and messages."""
+        return [*self.history, *self.messages]
 
 
-def follow(
+def continue_context(
     renderer: Renderer,
     history: Sequence[Message],
-    said: Message,
+    turn: Message,
     messages: Sequence[Message],
     sampled: Sequence[int],
     *,
-    room: int,
-    room_anew: int,
+    max_tokens: int,
+    max_segment_tokens: int,
     tools: Sequence[Mapping[str, Any]],
-) -> Next | None:
-    """After the policy `said` something (ending in the ids `sampled`) and `messages` answered it. None: no room for them.
+) -> NextContext | None:
+    """The context after the policy's `turn` (whose ids end with `sampled`) and the `messages` that answer it. None: they do not fit.
 
-    `room`: tokens that may follow the context; `room_anew`: most tokens of a new segment.
+    `max_tokens` may be appended to the context; a new segment may have `max_segment_tokens`.
     """
-    delta, kept, cut = fit(renderer, messages, sampled, room, history=history, tools=tools)
+    delta, kept, cut = truncate_delta(renderer, messages, sampled, max_tokens, history=history, tools=tools)
     if delta is None:
         return None
+    history = [*history, turn]
     if delta.new_segment is not None:
-        return anew(renderer, [*history, said], messages, delta.new_segment, room_anew, tools)
-    return Next(delta.pieces, renderer.placed(delta.pieces, kept), None, [*history, said], kept, cut)
+        return open_segment(renderer, history, messages, delta.new_segment, max_segment_tokens, tools)
+    return NextContext(
+        pieces=delta.pieces,
+        images=renderer.placed(delta.pieces, kept),
+        new_segment=None,
+        history=history,
+        messages=kept,
+        cut_tokens=cut,
+    )
 
 
-def anew(
+def open_segment(
     renderer: Renderer,
-    before: Sequence[Message],
+    history: Sequence[Message],
     messages: Sequence[Message],
     reason: str,
-    room: int,
+    max_tokens: int,
     tools: Sequence[Mapping[str, Any]],
-) -> Next | None:
-    """A new segment that begins with a conversation, of which `messages` may be cut. None: no room for it."""
-    ids, kept, cut = fit_prompt(renderer, before, messages, room, tools)
+) -> NextContext | None:
+    """A new segment that begins with a conversation, of which `messages` may be truncated. None: it does not fit."""
+    ids, kept, cut = truncate_prompt(renderer, history, messages, max_tokens, tools)
     if ids is None:
         return None
     pieces = ((Provenance.PROMPT, ids),)
-    return Next(pieces, renderer.placed(pieces, [*before, *kept]), reason, list(before), kept, cut)
+    return NextContext(
+        pieces=pieces,
+        images=renderer.placed(pieces, [*history, *kept]),
+        new_segment=reason,
+        history=list(history),
+        messages=kept,
+        cut_tokens=cut,
+    )
 
 
-def fit(
+def truncate_delta(
     renderer: Renderer,
     messages: Sequence[Message],
     sampled: Sequence[int],
-    room: int,
+    max_tokens: int,
     *,
     history: Sequence[Message] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[Delta | None, list[Message], int]:
-    """The delta for `messages`, of at most `room` tokens (`history` and `tools` as in `Renderer.delta`).
+    """The delta for `messages`, truncated to at most `max_tokens` (other arguments as in `Renderer.delta`).
 
-    The longest contents lose their ends until it fits. Returns the delta (None: not even the scaffold fits), the messages as they went
-    in, and how many tokens were cut. A delta that opens a new segment is returned as it is: what fits then is known once the new
-    context is rendered (`fit_prompt`).
+    Returns the delta (None: not even the template's text fits), the messages in it, and the number of tokens cut. A delta that opens a
+    new segment is returned as it is: what fits is known once the new context is rendered (`truncate_prompt`).
     """
-    kept = list(messages)
-    delta = renderer.delta(kept, sampled, history=history, tools=tools)
-    whole = len(delta)
-    for _ in range(_ROUNDS):
-        if len(delta) <= room or delta.new_segment is not None:
-            break
-        shorter = shortened(renderer, kept, len(delta) - room)
-        if shorter is None:
-            break
-        kept = shorter
-        delta = renderer.delta(kept, sampled, history=history, tools=tools)
-    return (delta, kept, whole - len(delta)) if len(delta) <= room else (None, kept, 0)
+    return _truncate(
+        renderer, messages, max_tokens, lambda kept: renderer.delta(kept, sampled, history=history, tools=tools)
+    )
 
 
-def fit_prompt(
+def truncate_prompt(
     renderer: Renderer,
     history: Sequence[Message],
     messages: Sequence[Message],
-    room: int,
+    max_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[tuple[int, ...] | None, list[Message], int]:
-    """The ids of a new context of at most `room` tokens: history whole, `messages` cut as in `fit`."""
+    """The ids of a new context of at most `max_tokens`: the history whole, `messages` truncated as in `truncate_delta`."""
+
+    def render(kept: list[Message]) -> tuple[int, ...]:
+        ((_, ids),) = renderer.prompt([*history, *kept], tools)
+        return ids
+
+    return _truncate(renderer, messages, max_tokens, render)
+
+
+def _truncate(
+    renderer: Renderer, messages: Sequence[Message], max_tokens: int, render: Callable[[list[Message]], Rendered]
+) -> tuple[Rendered | None, list[Message], int]:
+    """Shorten the longest content until the rendering fits. Returns it (None: it does not fit), the messages, and the tokens cut."""
     kept = list(messages)
-    ((_, ids),) = renderer.prompt([*history, *kept], tools)
-    whole = len(ids)
-    for _ in range(_ROUNDS):
-        if len(ids) <= room:
+    rendered = render(kept)
+    full_length = len(rendered)
+    for _ in range(_MAX_ROUNDS):
+        if len(rendered) <= max_tokens or not rendered:
             break
-        shorter = shortened(renderer, kept, len(ids) - room)
+        shorter = _shorten_longest(renderer, kept, len(rendered) - max_tokens)
         if shorter is None:
             break
         kept = shorter
-        ((_, ids),) = renderer.prompt([*history, *kept], tools)
-    return (ids, kept, whole - len(ids)) if len(ids) <= room else (None, kept, 0)
+        rendered = render(kept)
+    return (rendered, kept, full_length - len(rendered)) if len(rendered) <= max_tokens else (None, kept, 0)
 
 
-def shortened(renderer: Renderer, messages: Sequence[Message], by: int) -> list[Message] | None:
-    """The messages with the longest content `by` tokens shorter; None if there is nothing left to cut."""
-    texts = {place: renderer.tokenizer.encode_plain(text) for place, text in _texts(messages)}
-    longest = max(texts, key=lambda place: len(texts[place]), default=None)
-    if longest is None or not texts[longest]:
+def _shorten_longest(renderer: Renderer, messages: Sequence[Message], tokens: int) -> list[Message] | None:
+    """The messages with the longest content shortened by this many tokens, or None if nothing is left to cut."""
+    contents = {place: renderer.tokenizer.encode_plain(text) for place, text in _texts(messages)}
+    longest = max(contents, key=lambda place: len(contents[place]), default=None)
+    if longest is None or not contents[longest]:
         return None
-    keep = max(0, len(texts[longest]) - max(1, by))
-    text = whole_characters(renderer, texts[longest][:keep])
+    ids = contents[longest]
+    text = _decode_whole_characters(renderer, ids[: max(0, len(ids) - max(1, tokens))])
     number, part = longest
-    kept = list(messages)
+    shortened = list(messages)
     content: Any = text
     if part is not None:
-        content = list(kept[number]["content"])
+        content = list(messages[number]["content"])
         content[part] = {**content[part], "text": text}
-    kept[number] = {**kept[number], "content": content}
-    return kept
+    shortened[number] = {**messages[number], "content": content}
+    return shortened
 
 
 def is_long(messages: Sequence[Message]) -> bool:
-    """So much text that rendering it takes longer than an event loop may stand still."""
-    return sum(len(text) for _, text in _texts(messages)) > LONG
+    """Whether rendering the messages takes longer than an event loop may be blocked."""
+    return sum(len(text) for _, text in _texts(messages)) > LONG_TEXT
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[tuple[int, int | None], str]]:
     """Every text of the contents, by its message and part."""
-    for i, m in enumerate(messages):
-        if isinstance(m.get("content"), str):
-            yield (i, None), m["content"]
-        elif isinstance(m.get("content"), (list, tuple)):
-            yield from (((i, n), p["text"]) for n, p in enumerate(m["content"]) if isinstance(p.get("text"), str))
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            yield (number, None), content
+        elif isinstance(content, (list, tuple)):
+            yield from (((number, i), p["text"]) for i, p in enumerate(content) if isinstance(p.get("text"), str))
 
 
-def whole_characters(renderer: Renderer, ids: list[int]) -> str:
-    """The text of ids less a character that was cut in the middle."""
+def _decode_whole_characters(renderer: Renderer, ids: list[int]) -> str:
+    """The text of ids without a last character of which bytes are missing."""
     for _ in range(4):
         text = renderer.tokenizer.decode(ids)
         if not text.endswith("\ufffd"):

@@ -33,9 +33,15 @@ from agentrl.errors import (
     UsageError,
     boundary,
 )
-from agentrl.render.context_policy import ContextPolicy, ContextView, checked, newest, view_of
+from agentrl.render.context_policy import (
+    ContextPolicy,
+    ContextView,
+    check_rewrite,
+    context_view,
+    split_after_last_turn,
+)
 from agentrl.render.renderer import Renderer
-from agentrl.render.truncation import anew, follow, is_long
+from agentrl.render.truncation import continue_context, is_long, open_segment
 from agentrl.reward import Scorer
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.recorder import Recorder
@@ -132,7 +138,7 @@ class EpisodeRunner:
         """The conversation that a context policy returns; None: unchanged."""
         with boundary(EnvFailure, "context policy"):
             returned = await self.pools.env.call(policy, view, timeout_s=self.env_class.timeout_s)
-        messages = checked(returned, view)
+        messages = check_rewrite(returned, view)
         return None if messages is None else await load_images(messages)
 
     def close(self) -> None:
@@ -309,26 +315,28 @@ class Episode:
         most = min(limits.context_length, self.prompt_length + limits.max_response_tokens)
         policy = runner.context_policy or getattr(self.instance.env, "context_policy", None)
         if policy is not None:
-            view = view_of(*grown, first=self.prompt_messages, length=self.recorder.length(), limit=most, tools=tools)
+            view = context_view(
+                *grown, first=self.prompt_messages, length=self.recorder.length(), limit=most, tools=tools
+            )
             rewritten = await (runner.rewrite_context or runner.call_context_policy)(policy, view)
             draft.context = None if rewritten is None else tuple(rewritten)
         if draft.context is not None:
-            before, newest_messages = newest(draft.context)
-            render = partial(anew, renderer, before, newest_messages, "the context policy", most - 1, tools)
+            before, newest_messages = split_after_last_turn(draft.context)
+            render = partial(open_segment, renderer, before, newest_messages, "the context policy", most - 1, tools)
         else:
             room = min(context_room, budget_room) - 1
-            render = partial(follow, *grown, room=room, room_anew=most - 1, tools=tools)
+            render = partial(continue_context, *grown, max_tokens=room, max_segment_tokens=most - 1, tools=tools)
         continuation = await asyncio.to_thread(render) if is_long(messages) else render()
         if continuation is None:
             return StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        if continuation.opens is not None:
-            draft.info["new_segment"] = continuation.opens
+        if continuation.new_segment is not None:
+            draft.info["new_segment"] = continuation.new_segment
             self.recorder.open(continuation.pieces, turn=draft.index, images=continuation.images)
         else:
             self.recorder.extend(continuation.pieces, turn=draft.index, images=continuation.images)
-        if continuation.cut:
-            draft.observation = Observation(tuple(continuation.kept))
-            draft.observation_cut_tokens = continuation.cut
+        if continuation.cut_tokens:
+            draft.observation = Observation(tuple(continuation.messages))
+            draft.observation_cut_tokens = continuation.cut_tokens
         self.conversation = continuation.conversation
         return None
 

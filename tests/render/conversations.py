@@ -213,7 +213,7 @@ def hugging_face(
     compiled = chat_template_utils._compile_jinja_template(template_source(model))
     special = renderer.tokenizer.special
     adapted = renderer._family.adapt([dict(m) for m in messages])
-    args = {**renderer._args, **special, "strftime_now": NOW.strftime}
+    args = {**renderer._template._variables, **special, "strftime_now": NOW.strftime}
     if model.name in (
         "deepseek",
         "deepseek_v31",

@@ -9,7 +9,7 @@ from template_models import BY_NAME, MODELS, renderer, template_source
 from tokenizers import AddedToken
 
 from agentrl.render import FORMATS, Tokenizer, make_renderer
-from agentrl.render.truncation import fit
+from agentrl.render.truncation import truncate_delta
 from agentrl.types import FinishReason, Provenance
 
 NAMES = [m.name for m in MODELS]
@@ -400,18 +400,18 @@ class TestLength:
         end = end_of(name, call=True)
         bare = len(ours.delta([tool("")], (5, end), history=USER, tools=()))
         for room in (bare + 1, bare + 30, bare + 31, bare + 200):
-            delta, kept, cut = fit(ours, [message], (5, end), room, history=USER, tools=())
+            delta, kept, cut = truncate_delta(ours, [message], (5, end), room, history=USER, tools=())
             assert delta is not None
             assert len(delta) <= room
             assert cut > 0
             assert "\ufffd" not in kept[0]["content"]
             assert message["content"].startswith(kept[0]["content"].rstrip())
-        assert fit(ours, [message], (5, end), 1, history=USER, tools=())[0] is None
+        assert truncate_delta(ours, [message], (5, end), 1, history=USER, tools=())[0] is None
 
     def test_the_cut_is_said_and_nothing_else_is_lost(self):
         ours = renderer("chatml")
         messages = [tool("short"), tool("long " * 500)]
-        delta, kept, cut = fit(ours, messages, (5, ours.end_id), 200)
+        delta, kept, cut = truncate_delta(ours, messages, (5, ours.end_id), 200)
         assert kept[0] == messages[0]
         assert cut == len(ours.delta(messages, (5, ours.end_id))) - len(delta)
         assert len(delta) == 200

@@ -16,7 +16,7 @@ from agentrl.core.message_images import images_in
 from agentrl.errors import ConfigError, StoreError, TemplateError
 from agentrl.render import make_renderer
 from agentrl.render.images import Images, images_of_model
-from agentrl.render.token_report import show_tokens
+from agentrl.render.token_report import token_report
 from agentrl.replay.replayer import replay_group
 from agentrl.rollout.process_pool import RemoteRunner
 from agentrl.run.components import Components
@@ -271,8 +271,8 @@ def test_tokens_shows_where_images_stand(renderer, tmp_path):
     folder = model_folder(tmp_path / "model", renderer)
     parts = [{"type": "image", "image": images_in(MAP.prompt)[0].url}, {"type": "text", "text": "Where?"}]
     conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Rome."}]
-    shown = show_tokens(folder, conversation)
-    n = renderer.images.tokens(images_in(MAP.prompt)[0])
+    shown = token_report(folder, conversation)
+    n = renderer.images.token_count(images_in(MAP.prompt)[0])
     assert shown.count("<|image_pad|>") >= 1
     assert f"<|vision_start|>{'<|image_pad|>' * n}"[:40] in shown
 
@@ -296,7 +296,9 @@ def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp
     config = build_config(settings)
     parts = Components(config)
     assert isinstance(parts.renderer.images, Images)
-    assert parts.renderer.images.tokens(images_in(MAP.prompt)[0]) == renderer.images.tokens(images_in(MAP.prompt)[0])
+    assert parts.renderer.images.token_count(images_in(MAP.prompt)[0]) == renderer.images.token_count(
+        images_in(MAP.prompt)[0]
+    )
     with pytest.raises(ConfigError, match=r"cannot train on images.*agentrl rollout"):
         asyncio.run(train(config))
     assert not (tmp_path / "run").exists()

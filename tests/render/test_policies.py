@@ -9,7 +9,7 @@ from template_models import BY_NAME, MODELS, renderer
 
 from agentrl.engine.base import Generation
 from agentrl.errors import ContractError
-from agentrl.render.context_policy import ContextView, DropOldTurns, Summarise, TruncateOldResults, checked
+from agentrl.render.context_policy import ContextView, DropOldTurns, Summarise, TruncateOldResults, check_rewrite
 from agentrl.rollout.recorder import Recorder
 from agentrl.train.sample import to_samples
 from agentrl.types import FinishReason, Provenance, StopReason, Task, Trajectory
@@ -20,7 +20,7 @@ NAMES = [m.name for m in MODELS]
 async def managed(policy, view):
     """The new conversation, or None if it stays as it is."""
     result = policy(view)
-    return checked(await result if inspect.isawaitable(result) else result, view)
+    return check_rewrite(await result if inspect.isawaitable(result) else result, view)
 
 
 async def play(name, seed, policy=None, limit=10_000, **options):

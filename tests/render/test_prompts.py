@@ -3,7 +3,7 @@
 import pytest
 from template_models import renderer
 
-from agentrl.render import renderer as template
+from agentrl.render.accelerators.memo import Memo
 
 TOOL = {"type": "function", "function": {"name": "search", "description": "Look.", "parameters": {"type": "object"}}}
 
@@ -12,11 +12,11 @@ TOOL = {"type": "function", "function": {"name": "search", "description": "Look.
 def ours(monkeypatch):
     """A renderer, and the conversations that it really rendered."""
     made = renderer("chatml")
-    monkeypatch.setattr(made, "_prompts", {})
+    monkeypatch.setattr(made, "_prompts", Memo(256))
     rendered = []
-    first = made._first
+    render = made._render_prompt
     monkeypatch.setattr(
-        made, "_first", lambda messages, tools: rendered.append(list(messages)) or first(messages, tools)
+        made, "_render_prompt", lambda messages, tools: rendered.append(list(messages)) or render(messages, tools)
     )
     return made, rendered
 
@@ -55,11 +55,11 @@ def test_a_message_that_was_changed_is_not_what_it_was(ours):
 
 
 def test_no_more_than_some_are_kept(ours, monkeypatch):
-    monkeypatch.setattr(template, "_PROMPTS", 3)
     made, rendered = ours
+    monkeypatch.setattr(made, "_prompts", Memo(3))
     for n in (0, 1, 2, 3, 4, 4, 3, 2, 0):
         made.prompt(ask(str(n)))
-        assert len(made._prompts) <= 3
+        assert made._prompts.size <= 3
     assert [m[0]["content"] for m in rendered] == ["0", "1", "2", "3", "4", "0"]
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from template_models import BY_NAME, MODELS, renderer
 
 from agentrl.render.chat_template import ChatTemplate
-from agentrl.render.delta_proof import KINDS
-from agentrl.render.template_trace import Hole, Part, Trace
+from agentrl.render.delta_proof import HISTORY_KINDS
+from agentrl.render.template_trace import Slot, SymbolicText, Trace
 
 NAMES = [m.name for m in MODELS]
 content = st.one_of(
@@ -33,27 +33,27 @@ def test_a_filled_pattern_is_the_rendering(name):
     ours = renderer(name)
 
     @settings(max_examples=60)
-    @given(st.lists(content, min_size=1, max_size=3), st.booleans(), st.sampled_from(KINDS))
+    @given(st.lists(content, min_size=1, max_size=3), st.booleans(), st.sampled_from(HISTORY_KINDS))
     def check(contents, tools, kind):
         role = {"role": "tool", "name": "search", "tool_call_id": "abcdefgh0"} if tools else {"role": "user"}
         messages = ours._family.adapt(
             [{**role, "content": c.replace("\ud800", "")} for c in contents][: 3 if tools else 1]
         )
-        proof, scaffold, texts = ours._proven(messages, (kind,), (False,))
+        proof, delta_template, texts = ours._prove(messages, (kind,), (False,))
         assert proof.reason is None
-        assert scaffold is not None
+        assert delta_template is not None
         if proof.pattern.holds(texts):
             assert proof.pattern.fill(texts) == ours._prover.render_tail(messages, kind, proof)
             if not any(ours.tokenizer.pattern.search(t) for t in texts):
-                spliced = [i for _, ids in scaffold.pieces(texts) for i in ids]
-                assert spliced == [i for _, ids in ours._rendered(messages, kind, proof) for i in ids]
+                spliced = [i for _, ids in delta_template.pieces(texts) for i in ids]
+                assert spliced == [i for _, ids in ours._render_delta(messages, kind, proof) for i in ids]
 
     check()
 
 
 def trace(source, content="Content"):
     t = Trace()
-    hole = Hole.of(content, [Part(0)], t)
+    hole = SymbolicText.of(content, [Slot(0)], t)
     pattern = ChatTemplate(source, {}).trace([{"role": "user", "content": hole}], t, tools=None, generate=True)
     return None if pattern is None or pattern.leaks([content]) else pattern
 

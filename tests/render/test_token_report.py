@@ -6,7 +6,7 @@ import pytest
 from template_models import tokenizer
 
 from agentrl.errors import DataError, TemplateError
-from agentrl.render.token_report import show_tokens
+from agentrl.render.token_report import token_report
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_example(folder):
-    shown = show_tokens(folder("qwen3"))
+    shown = token_report(folder("qwen3"))
     assert "family         qwen3" in shown
     assert (
         "a tool's result: proven over 18 histories, spliced: <|im_end|> \\n<|im_start|>user\\n<tool_response>\\n[…]"
@@ -34,12 +34,12 @@ def test_the_example(folder):
 
 
 def test_a_new_segment_says_why(folder):
-    shown = show_tokens(folder("qwen3"), history="rerender")
+    shown = token_report(folder("qwen3"), history="rerender")
     assert "a new segment: the template drops earlier thinking" in shown
 
 
 def test_what_depends_on_the_history_is_told_apart(folder):
-    shown = show_tokens(folder("deepseek"))
+    shown = token_report(folder("deepseek"))
     assert "a tool's result, before any tool, without tools in the prompt: proven" in shown
     assert "NOT PROVEN, a new segment each time: the template leaves content out" in shown
 
@@ -54,14 +54,14 @@ def test_a_conversation_file_and_control_characters(folder, tmp_path):
         {"role": "assistant", "content": "done"},
     ]
     path.write_text(json.dumps({"messages": messages, "tools": []}))
-    shown = show_tokens(folder("chatml"), path)
+    shown = token_report(folder("chatml"), path)
     assert "\\x1b[31mred<|im_end|>" in shown
     assert '{"name": "f", "arguments"' in shown
     assert "\x1b" not in shown
 
 
 def test_an_inline_format(folder):
-    shown = show_tokens(folder("chatml"), action_format="search_r1")
+    shown = token_report(folder("chatml"), action_format="search_r1")
     assert "stop strings </search>, </answer>" in shown
     assert "<information>" in shown
 
@@ -71,6 +71,6 @@ def test_bad_conversations(folder, tmp_path, content):
     path = tmp_path / "talk.json"
     path.write_text(content)
     with pytest.raises(DataError):
-        show_tokens(folder("chatml"), path)
+        token_report(folder("chatml"), path)
     with pytest.raises(TemplateError):
-        show_tokens(tmp_path)
+        token_report(tmp_path)

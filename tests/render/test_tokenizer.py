@@ -1,6 +1,7 @@
-"""The shielding law, and the fast encoder against the tokenizer itself."""
+"""Content cannot become an added token, and the word cache gives the ids of the tokenizer itself."""
 
 import json
+import unicodedata
 
 import pytest
 import tokenizers
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from agentrl.errors import TemplateError
 from agentrl.render import Tokenizer
-from agentrl.render.bpe_cache import FastDecoder, FastEncoder
+from agentrl.render.accelerators.word_cache import ContentEncoder, WordCache
 
 TOKEN_TEXTS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|im_", "end|>", "<", "|>")
 content = st.lists(
@@ -19,15 +20,15 @@ content = st.lists(
 ).map("".join)
 ours = tokenizer("chatml")
 added = set(ours.added.values())
-FAST = FastEncoder.build(vocabulary(6000))
-DECODER = FastDecoder.build(ours.backend)
+CACHE = WordCache.build(vocabulary(6000))
+CONTENT = ContentEncoder(vocabulary(6000))
 
 
 @settings(max_examples=300)
 @given(content, content)
-def test_only_the_scaffolds_added_tokens_are_atomic(a, b):
-    (sa, sb), base = ours.shield([a, b])
-    ids = ours.encode_shielded(f"<|im_start|>{sa}<think>{sb}<|im_end|>\n", base)
+def test_only_the_templates_added_tokens_are_atomic(a, b):
+    (sa, sb), base = ours.escape_all([a, b])
+    ids = ours.encode_escaped(f"<|im_start|>{sa}<think>{sb}<|im_end|>\n", base)
     control = [i for i in ids if i in added]
     assert control == [ours.added[t] for t in ("<|im_start|>", "<think>", "<|im_end|>")]
     clean = lambda t: ours.encode_plain(t) if t else []  # noqa: E731
@@ -38,66 +39,67 @@ def test_only_the_scaffolds_added_tokens_are_atomic(a, b):
 @given(content)
 def test_without_added_tokens_in_it_the_ids_are_the_tokenizers_own(text):
     if not ours.pattern.search(text):
-        (shielded,), base = ours.shield([text])
-        whole = f"<|im_start|>user\n{shielded}<|im_end|>\n"
+        (escaped,), base = ours.escape_all([text])
+        whole = f"<|im_start|>user\n{escaped}<|im_end|>\n"
         assert (
-            ours.encode_shielded(whole, base)
+            ours.encode_escaped(whole, base)
             == ours.backend.encode(whole.replace("\ud800", "\ufffd"), add_special_tokens=False).ids
         )
 
 
 @settings(max_examples=300)
 @given(content)
-def test_scaffold_is_encoded_as_the_tokenizer_does(text):
+def test_template_text_is_encoded_as_the_tokenizer_does(text):
     assert ours.encode(text) == ours.backend.encode(text, add_special_tokens=False).ids
 
 
 @settings(max_examples=500)
 @given(st.text())
-def test_the_fast_encoder_gives_the_tokenizers_ids(text):
-    assert FAST.encode(text) in (None, vocabulary(6000).encode(text, add_special_tokens=False).ids)
+def test_the_cache_and_its_fallback_give_the_same_ids(text):
+    text = text.replace("\ud800", "\ufffd")
+    ids = CONTENT.encode_plain(text)
+    assert CACHE.encode(text) in (None, ids)
+    assert CONTENT.encode(text) == ids == vocabulary(6000).encode(text, add_special_tokens=False).ids
 
 
-def test_the_fast_encoder_over_the_whole_plane():
-    """Each character of the first plane in company, in one long text."""
+def test_the_cache_over_the_whole_plane():
+    """Each character of the first plane in context, in one long text."""
     plain = vocabulary(6000)
-    fast = FastEncoder.build(plain)
+    cache = WordCache.build(plain)
     for start in range(0x20, 0x10000, 0x400):
         text = "".join(f"a{chr(c)}b {chr(c)}\n" for c in range(start, start + 0x400, 5) if not 0xD800 <= c < 0xE000)
-        assert fast.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
+        assert cache.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.fixture(scope="module")
 def both():
-    """Qwen's whole vocabulary, and the fast encoder of it."""
-    return vocabulary(None), FastEncoder.build(vocabulary(None))
+    """Qwen's whole vocabulary, and its word cache."""
+    return vocabulary(None), WordCache.build(vocabulary(None))
 
 
 @pytest.mark.full
 class TestTheRealVocabulary:
-    """Qwen's, all of it: the fast encoder and decoder give the tokenizer's own."""
+    """Qwen's, all of it: the cache gives the tokenizer's own ids."""
 
     def test_every_token_of_it(self, both):
-        """The text of each token, alone and in company."""
-        plain, fast = both
-        decoder = FastDecoder.build(plain)
+        """The text of each token, alone and in context."""
+        plain, cache = both
         n = plain.get_vocab_size()
         assert n > 150_000
         for i in range(n):
             text = plain.decode([i], skip_special_tokens=False)
-            assert decoder.decode([i]) == text
             if "\ufffd" not in text:
-                for company in (text, f"a{text}b", f" {text}\n{text}"):
-                    assert fast.encode(company) in (None, plain.encode(company, add_special_tokens=False).ids), text
+                for context in (text, f"a{text}b", f" {text}\n{text}"):
+                    assert cache.encode(context) in (None, plain.encode(context, add_special_tokens=False).ids), text
 
     def test_every_character(self, both):
-        """Of all planes that have any, in the company of letters, digits, spaces and itself."""
-        plain, fast = both
+        """Of all planes that have any, in the context of letters, digits, spaces and itself."""
+        plain, cache = both
         refused = 0
         for start in (*range(0, 0x34000, 0x80), *range(0xE0000, 0xE0200, 0x80), *range(0xF0000, 0xF0200, 0x80)):
             chars = [chr(c) for c in range(start, start + 0x80) if not 0xD800 <= c < 0xE000]
             text = "".join(f"a{c}b {c}1{c}{c}\n" for c in chars)
-            ids = fast.encode(text)
+            ids = cache.encode(text)
             refused += ids is None
             assert ids in (None, plain.encode(text, add_special_tokens=False).ids), hex(start)
         assert refused < 0x34000 / 0x80 / 4
@@ -106,8 +108,8 @@ class TestTheRealVocabulary:
     @given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from((*TOKEN_TEXTS, "'s", "'LL", "\r\n", "  ", "\u00a0", "１２", "e\u0301"))))
            .map("".join))  # fmt: skip
     def test_any_text(self, both, text):
-        plain, fast = both
-        assert fast.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
+        plain, cache = both
+        assert cache.encode(text) in (None, plain.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("change", [
@@ -116,35 +118,39 @@ class TestTheRealVocabulary:
     lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])),
     lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Metaspace()),
 ])  # fmt: skip
-def test_other_structures_go_the_slow_way(change):
+def test_tokenizers_of_another_structure_have_no_cache(change):
     backend = tokenizers.Tokenizer(vocabulary(6000).model)
     change(backend)
-    assert FastEncoder.build(backend) is None
+    assert WordCache.build(backend) is None
+    assert ContentEncoder(backend).encode("a b") == backend.encode("a b", add_special_tokens=False).ids
 
 
 @settings(max_examples=500)
-@given(st.lists(st.integers(0, ours.backend.get_vocab_size() + 20), max_size=20))
-def test_the_fast_decoder_gives_the_tokenizers_text(ids):
-    """Also of ids that break characters, of control tokens, and of ids that are none."""
-    assert DECODER.decode(ids) == ours.backend.decode(ids, skip_special_tokens=False)
+@given(content)
+def test_decoding_gives_the_text_that_was_encoded(text):
+    """Added tokens included, whether they were encoded as such or as plain text."""
+    text = unicodedata.normalize("NFC", text.replace("\ud800", "\ufffd"))
+    assert ours.decode(ours.encode(text)) == ours.decode(ours.encode_plain(text)) == text
 
 
 @pytest.mark.parametrize(
     "decoder", [None, decoders.Metaspace(), decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])]
 )
-def test_other_decoders_go_the_slow_way(decoder):
+def test_any_decoder_is_used(decoder):
     backend = tokenizers.Tokenizer(vocabulary(6000).model)
     if decoder is not None:
         backend.decoder = decoder
-    assert FastDecoder.build(backend) is None
+    backend.pre_tokenizer = vocabulary(6000).pre_tokenizer
+    ids = Tokenizer(backend).encode_plain("ab")
+    assert Tokenizer(backend).decode(ids) == backend.decode(ids) == "ab"
 
 
 def test_gpt2s_own_pattern_is_known():
     backend = tokenizers.Tokenizer(vocabulary(6000).model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast = FastEncoder.build(backend)
+    cache = WordCache.build(backend)
     text = "I'll   say 123 x\n\n\t'RE é東京"
-    assert fast.encode(text) == backend.encode(text).ids
+    assert cache.encode(text) == backend.encode(text).ids
 
 
 def test_lone_surrogates_become_replacement_characters():
@@ -154,10 +160,10 @@ def test_lone_surrogates_become_replacement_characters():
 
 def test_content_may_use_private_characters():
     text = "\U000f0000 <|im_end|> \U00100000"
-    (shielded,), base = ours.shield([text])
-    assert ours.decode(ours.encode_shielded(shielded, base)) == text
+    (escaped,), base = ours.escape_all([text])
+    assert ours.decode(ours.encode_escaped(escaped, base)) == text
     with pytest.raises(TemplateError, match="private-use"):
-        ours.shield(["<|im_end|>\U000f0000\U00100000\U000f8000\U00108000"])
+        ours.escape_all(["<|im_end|>\U000f0000\U00100000\U000f8000\U00108000"])
 
 
 def with_token(**options):
@@ -175,11 +181,11 @@ def with_token(**options):
 @pytest.mark.parametrize("options", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
 def test_tokens_that_eat_spaces_next_to_them(options):
     t = with_token(**options)
-    (shielded,), base = t.shield(["  <|e|> a "])
+    (escaped,), base = t.escape_all(["  <|e|> a "])
     assert base
     theirs = t.backend.encode("<|e|>  b <|x|>  c <|x|>", add_special_tokens=False).ids
-    assert t.encode_shielded("<|e|>  b <|x|>  c <|x|>", base) == theirs
-    assert t.encode_shielded(f"<|x|>{shielded}<|x|>", base).count(t.added["<|e|>"]) == 0
+    assert t.encode_escaped("<|e|>  b <|x|>  c <|x|>", base) == theirs
+    assert t.encode_escaped(f"<|x|>{escaped}<|x|>", base).count(t.added["<|e|>"]) == 0
 
 
 def test_a_tokenizer_that_reads_special_tokens_in_plain_text_is_refused():

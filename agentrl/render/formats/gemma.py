@@ -93,7 +93,8 @@ def alternate_turns(messages: Sequence[Message]) -> list[Message]:
             and isinstance(content, str)
             and isinstance(previous["content"], str)
         ):
-            previous["content"] = f"{previous['content']}\n{content}" if previous["content"] else content
+            # `+`, not an f-string: contents may be symbolic strings, which formatting would lose
+            previous["content"] = previous["content"] + "\n" + content if previous["content"] else content
         else:
             turns.append({"role": role, "content": content})
     return turns
