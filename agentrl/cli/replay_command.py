@@ -19,6 +19,7 @@ from agentrl.replay.playback import EveryTool
 from agentrl.replay.replayer import Tally
 from agentrl.run.components import Components
 from agentrl.store import Recording
+from agentrl.store.json_lines import read_json_lines
 
 RESULT = "replay.jsonl"
 """Result of the last replay of a run, in its folder; `agentrl view` shows it."""
@@ -42,8 +43,7 @@ def add_parser(commands: Commands) -> None:
 
 def rollout_seconds(run: Path) -> float:
     """Seconds that a run spent on rollouts and evaluations; 0 if they were not recorded."""
-    file = run / "timings.jsonl"
-    rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+    rows = read_json_lines(run / "timings.jsonl")
     return math.fsum(v for row in rows for k, v in row.items() if k == "rollout_s" or k.startswith("eval/"))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.sequences import first_difference
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode, StopFinder, uniform
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure, boundary
@@ -225,8 +226,7 @@ class ScriptedEngine:
     def _cached_tokens(self, request: ScriptedRequest, ids: list[int]) -> int:
         """Context tokens that a prefix cache would have: those of the session's previous context and generation, but not the last."""
         cached, context = self._cache.get(request.session, ()), request.ids
-        differing = (i for i, (a, b) in enumerate(zip(cached, context, strict=False)) if a != b)
-        common = next(differing, min(len(cached), len(context)))
+        common = first_difference(cached, context)
         self._cache[request.session] = (*context, *ids)
         return min(common, len(context) - 1)
 

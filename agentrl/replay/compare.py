@@ -54,7 +54,7 @@ class Divergence:
         where = f"{place}, token {self.token}" + (f" of segment {self.segment}" if self.segment else "")
         return (
             f"{self.cause}: {strip_control(' '.join(self.what.split()))} at {where}\n"
-            f"  then   {strip_control(repr(self.then))}\n  today  {strip_control(repr(self.today))}"
+            f"  recorded  {strip_control(repr(self.then))}\n  replayed  {strip_control(repr(self.today))}"
         )
 
 

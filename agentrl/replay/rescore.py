@@ -122,7 +122,7 @@ class Change:
         lines = [
             f"{len(self.today)} episodes in {self.groups} groups",
             "",
-            f"{'mean of':<{width}}  {'then':>9}  {'today':>9}  {'change':>9}",
+            f"{'mean of':<{width}}  {'recorded':>9}  {'now':>9}  {'change':>9}",
         ]
         lines += [
             f"{n:<{width}}  {_number(a)}  {_number(b)}  {_number(None if a is None or b is None else b - a, '+')}"

@@ -278,7 +278,7 @@ AR.facts = function (e) {
 AR.replayBox = function (e) {
   const d = e.replay;
   if (!d || d === "unknown") return null;
-  return AR.h("div", { class: "error" }, AR.h("b", {}, `The last replay differs (${d.cause}): ${d.what}`), ` (${d.turn < 0 ? "the first prompt" : `turn ${d.turn}`}, token ${d.token} of segment ${d.segment})`, AR.h("pre", {}, `recorded  ${AR.visible(d.then)}\nnow       ${AR.visible(d.today)}`));
+  return AR.h("div", { class: "error" }, AR.h("b", {}, `The last replay differs (${d.cause}): ${d.what}`), ` (${d.turn < 0 ? "the first prompt" : `turn ${d.turn}`}, token ${d.token} of segment ${d.segment})`, AR.h("pre", {}, `recorded  ${AR.visible(d.then)}\nreplayed  ${AR.visible(d.today)}`));
 };
 
 // The episode with its tabs. Returns an element with the methods `tab(name)` and `color(n)`.
