@@ -1,7 +1,7 @@
-"""Compare two runs bit for bit: `python benchmarks/compare_runs.py RUN OTHER`. OTHER may be a file that `--write FILE` made of an earlier run.
+"""Compare two runs bit by bit: `python benchmarks/compare_runs.py RUN OTHER`. OTHER may be a file that `--write FILE` made of an earlier run.
 
-Compared are metrics.jsonl (it has no timings), every episode record without its timings, and the exported weights.
-Exit status 0: equal; 1: they differ, and the first difference is printed.
+It compares metrics.jsonl (which has no timings), every episode record without its timings, and the exported weights.
+Exit status 0: equal; 1: different, and the first difference is printed.
 """
 
 from __future__ import annotations

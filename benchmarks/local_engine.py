@@ -1,9 +1,9 @@
-"""Tokens per second of the local engine: sampling at several loads, prefill, and whether the answers keep their bits.
+"""Tokens per second of the local engine: sampling at several loads, prefill, and whether the results stay bit-equal.
 
     python benchmarks/local_engine.py [--model DIR] [--loads 1,7,64,128] [--threads N]
 
 Each request has a context of 100 to 400 tokens and samples 16. "sampling" counts sampled tokens over the time from the first to the
-last of them, contexts already computed; "episodes" counts them over three turns with 100 to 200 inserted tokens between, all included.
+last of them, with the contexts already computed. "episodes" counts them over three turns with 100 to 200 inserted tokens between, all included.
 """
 
 from __future__ import annotations

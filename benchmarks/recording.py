@@ -1,15 +1,16 @@
-"""What the record costs: `python benchmarks/recording.py [--write]`.
+"""The cost of recording episodes: `python benchmarks/recording.py [--write]`.
 
-CPU time of the runner's process per turn, of the same episodes with and without the record, everything on (renderer with the whole Qwen
-vocabulary, Hermes tool calls, a tool that returns about 100 tokens, 64 sampled tokens a turn, masks, log-probs, versions, a reward):
+It measures the CPU time per turn of the runner's process, for the same episodes with and without the record. Everything is on: a renderer
+with the whole Qwen vocabulary, Hermes tool calls, a tool that returns about 100 tokens, 64 sampled tokens a turn, masks, log-probs,
+versions, a reward.
 
-- over HTTP: the runner of benchmarks/overhead against its mock engine, in a process of its own, as a run has it.
-- no transport: over the scripted engine, where the runner's own cost is at its smallest and so the record's share at its largest.
+- over HTTP: the runner of benchmarks/overhead with its mock engine in a separate process, as in a run.
+- no transport: with the scripted engine. The runner's own cost is lowest there, so the record's share is highest.
 
-Rounds with and without alternate; told are the least of each (other work on the machine only adds) and the medians. After each round the
-record is read back and compared. Rounds over HTTP scatter by more than the record costs, so the bound, 10 % of the runner's CPU per turn,
-is held against the difference of the medians without transport (the same records, written by the same code), as a part of the median
-over HTTP without the record. Exit status 1 above it.
+Rounds with and without the record alternate. The minima (other work on the machine only adds time) and the medians are reported. After each
+round the record is read back and compared. Rounds over HTTP vary by more than the record costs. The bound of 10 % therefore applies to the
+difference of the medians without transport (the same records, written by the same code), as a share of the median over HTTP without the
+record. The exit status is 1 above the bound.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Cost of rendering a turn: `python benchmarks/render.py [--write]`. Exit status 1 if a bound is not kept.
+"""The cost of rendering a turn: `python benchmarks/render.py [--write]`. The exit status is 1 if a bound is exceeded.
 
-CPU time of `Renderer.delta` for an observation of 200 tokens, with the real Qwen vocabulary, the median over many texts, each of them new:
+It measures the CPU time of `Renderer.delta` for an observation of 200 tokens with the real Qwen vocabulary: the median over many different texts.
 
-- a tool's result of words (of Qwen's own 50,000, the first ones the commonest, one in fifty never seen before) at turn 4, 16 and 64;
+- a tool's result of words (from Qwen's own 50,000, common ones more often, one in fifty unseen) at turn 4, 16 and 64;
 - a user's message of such words at turn 64 of a conversation without tools;
-- a tool's result of passages of the World Factbook, its words in the cache as after some rollouts (warm), and not one of them (cold).
+- a tool's result of passages of the World Factbook, with its words in the cache as after some rollouts (warm), and with none of them (cold).
 
-Beside it what the `tokenizers` library alone takes for the content, and one Jinja render of the conversation's last messages. What is
-compared is measured in turns, so that whatever else the machine does falls on all alike.
+For comparison it measures the `tokenizers` library alone on the content, and one Jinja render of the conversation's last messages. The
+candidates run alternately, so that other load on the machine affects them equally.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A recorded search_r1 run is replayed: identical, in a tenth of its rollout time; then five planted faults, each told at the right place.
+"""Replay a recorded search_r1 run: it must be identical, in a tenth of the rollouts' time. Then replay it with five planted faults.
 
     python benchmarks/replay.py [--rollouts 4] [--write]
 
-`agentrl rollout` makes 128 episodes a rollout with the embedded policy on the local engine, `agentrl replay` replays them three times in
-processes of its own (the median of the seconds that it says counts, against the rollouts' own seconds in timings.jsonl). Then a fault is
-planted in the template, a parser, the environment, a reward, a limit. Where each must show is worked out here from the recorded tokens
-alone; cause, turn and token of every single episode must be that, and episodes that the fault does not touch must be identical.
+`agentrl rollout` records 128 episodes per rollout with the embedded policy on the local engine. `agentrl replay` replays them three times in
+separate processes; the median of the seconds that it prints is compared with the rollouts' seconds in timings.jsonl. Then a fault is planted in
+the template, a parser, the environment, a reward or a limit. The expected cause, turn and token of every episode are derived here from the
+recorded tokens alone; episodes that the fault does not affect must be identical.
 
-Exit status 1 if anything is otherwise.
+The exit status is 1 if anything differs from that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The main job on this machine: three seeds, and the ablation with a reward of noise. Writes benchmarks/results/search_r1_cpu.{json,md,png}.
+"""The main example on this machine: three seeds, and the ablation with a reward of noise. Writes benchmarks/results/search_r1_cpu.{json,md,png}.
 
 python benchmarks/search_r1.py [--seeds 0 1 2] [--noise-seeds 0 1] [--keep FOLDER]
 """

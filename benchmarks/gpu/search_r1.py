@@ -1,11 +1,11 @@
-"""search_r1 on one card, engine and trainer in turns: SmolLM2-135M, warmed up by demonstrations, then GRPO over SGLang.
+"""search_r1 on one GPU that engine and trainer share: SmolLM2-135M, warmed up by demonstrations, then GRPO with SGLang.
 
     python benchmarks/gpu/search_r1.py WORK --out DIR [--model smollm2-135m] [--engine-pythonpath DIR] [--episodes 51200] [--rollouts 60]
         [--kill-after N]
 
-Three commands, each left out if its result is in WORK already: record demonstrations, `agentrl sft`, `agentrl train --engine sglang --colocate`.
-Writes DIR/search_r1_gpu.json, and beside it the curve, metrics and timings of the runs. `--kill-after N` ends the server with SIGKILL amid the
-rollout after step N: the run has to go on with a new one.
+It runs three commands, each only if its result is not in WORK yet: record demonstrations, `agentrl sft`, `agentrl train --engine sglang
+--colocate`. It writes DIR/search_r1_gpu.json, and beside it the curve, metrics and timings of the runs. `--kill-after N` ends the server with
+SIGKILL during the rollout after step N: the run must continue with a new server.
 """
 
 from __future__ import annotations

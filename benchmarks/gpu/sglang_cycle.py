@@ -1,9 +1,9 @@
-"""SGLang and the trainer on one or two GPUs: sync timings beside the raw probe's, memory by stage, log-prob differences, throughput.
+"""SGLang and the trainer on one or two GPUs: sync timings compared with a raw probe, memory by stage, log-prob differences, throughput.
 
     python benchmarks/gpu/sglang_cycle.py --model DIR --out DIR [--probes DIR] [--engine-pythonpath DIR] [--split]
 
-Writes OUT/sglang_cycle.json after every part, so that a run that is cut off leaves what it had. `--probes` holds sync.py and sync_nccl.py, the raw
-scripts that do the same without agentrl; they are run against the same servers, right before.
+It writes OUT/sglang_cycle.json after every part, so that an interrupted run keeps its results. `--probes` holds sync.py and sync_nccl.py, raw
+scripts that do the same without agentrl; they run before it on the same servers.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What orchestration costs beside the engine: `make bench-overhead`, or `python -m benchmarks.overhead`."""
+"""The cost of orchestration without the engine: `make bench-overhead`, or `python -m benchmarks.overhead`."""

@@ -1,8 +1,8 @@
-"""The table: agentrl's runner beside the raw floor client, the same work against the same mock engine, run in turns, medians.
+"""The table: agentrl's runner and a raw client as the floor. Both do the same work with the same mock engine, alternately; medians are reported.
 
     python -m benchmarks.overhead [--repeats 5] [--quick] [--write] [--raw-script FILE]
 
-`--raw-script` puts somebody else's raw client beside ours, in turns and against the same mock: how much our floor is theirs.
+`--raw-script` adds another raw client, alternately and with the same mock, to compare the two floors.
 """
 
 from __future__ import annotations

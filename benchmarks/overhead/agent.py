@@ -1,4 +1,4 @@
-"""agentrl's real runner on the same work, everything on: renderer, tool calls, masks, log-probs, versions, reward, the record."""
+"""agentrl's runner on the same work with everything on: renderer, tool calls, masks, log-probs, versions, reward, the record."""
 
 from __future__ import annotations
 

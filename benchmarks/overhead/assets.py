@@ -1,8 +1,8 @@
-"""What the mock engine says and the tool returns, with the real Qwen vocabulary: built once, kept under build/overhead.
+"""The texts of the mock engine and the tool, with the real Qwen vocabulary: built once, kept under build/overhead.
 
-The vocabulary is `qwen.tiktoken` of the `dashscope` wheel and the chat template `qwen2_5.jinja` of the `trl` wheel; both are needed for
-tests and benchmarks only (`make bench-overhead` puts them into build/overhead/packages). Where they are not, on a machine without internet,
-it is the vocabulary of the embedded policy (2,042 entries) and a template like Qwen's: the same counts of tokens, other ids.
+The vocabulary is `qwen.tiktoken` of the `dashscope` wheel and the chat template `qwen2_5.jinja` of the `trl` wheel. Only tests and benchmarks
+need them (`make bench-overhead` puts them into build/overhead/packages). On a machine without internet, the vocabulary of the embedded policy
+(2,042 entries) and a template like Qwen's replace them: the same numbers of tokens, with other ids.
 """
 
 from __future__ import annotations

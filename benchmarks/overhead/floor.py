@@ -1,7 +1,4 @@
-"""The floor: the same requests by a bare aiohttp client. Ids prepared, the standard library's JSON, no template, no parsing, no record.
-
-Written after ../../../shared/bench/peer_raw.py (variant aiohttp).
-"""
+"""The floor: the same requests by a bare aiohttp client, with prepared ids, the standard library's JSON, no template, no parsing and no record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""10,000 episodes of 8 turns at once in one process: that they complete, what memory they take, that nothing is left behind.
+"""10,000 concurrent episodes of 8 turns in one process: they must complete; reports the memory used, and that nothing is left behind.
 
 python -m benchmarks.overhead.many [--episodes 10000] [--turns 8]
 """

@@ -1,4 +1,4 @@
-"""CPU, wall, memory of this process, and the CPU clock at each round of turns."""
+"""CPU time, wall time and memory of this process, and its CPU time at each round of turns."""
 
 from __future__ import annotations
 

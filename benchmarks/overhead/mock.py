@@ -1,10 +1,10 @@
-"""A mock engine that speaks as much of SGLang's native API as a client of `/generate` needs, on a bare asyncio protocol.
+"""A mock engine with the part of SGLang's native API that a client of `/generate` needs, on a bare asyncio protocol.
 
     python -m benchmarks.overhead.mock --turns 4 --latency-ms 50 [--port 0] [--drop 0.01]
 
 Turn k (k = `<tool_response>` tokens in the context, of this vocabulary's id or of `--response-id`) is a tool call while k < turns - 1, else the
-answer. Answers come after a fixed latency, whatever the load. `--drop` is the share of requests whose connection is closed instead of answered,
-by turns before any byte of the answer and in the middle of it. It prints its port.
+answer. Responses come after a fixed latency at any load. `--drop` is the share of requests whose connection is closed instead of answered,
+alternately before the first byte and in the middle of the response. It prints its port.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: mocks and client workers, started, asked and stopped."""
+"""The processes of the benchmark: mock engines and client workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/results/overhead_cpu.json: one section per benchmark, each with its date and versions; and the page made of it."""
+"""benchmarks/results/overhead_cpu.json with one section per benchmark, each with its date and versions, and the page made from it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How throughput grows with runner processes: one saturated process, which is the plain runner, beside N of them, each with as much to do.
+"""Throughput by the number of runner processes: one saturated process, which is the plain runner, and N of them with the same work each.
 
     python -m benchmarks.overhead.scaling --processes 1 2 4 --out DIR
 
-Episodes and places grow with N. Each N is run in turn, `--repeats` times, after one run of each that does not count; the record is written
-and every token compared as in agent.py. It prints `N.NN x` of the episodes/s of one process (medians), and how busy the processes were: a
-figure means something only if the runners are the bottleneck, so if they are near 1.00 and controller and mocks are not. It needs
-N + 1 + mocks cores.
+Episodes and concurrency grow with N. Each N runs `--repeats` times, alternately, after a warm-up of each. The record is written and every
+token compared as in agent.py. It prints the episodes/s as a multiple `N.NN x` of one process (medians), and how busy the processes were. The
+multiple is meaningful only if the runners are the bottleneck: they should be near 1.00, controller and mocks below. It needs N + 1 + mocks
+cores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A minute with everything that goes wrong, beside a minute without: throughput, accounts, memory.
+"""A minute with every kind of failure, and a minute without: throughput, failure counts, memory.
 
     python -m benchmarks.overhead.soak [--seconds 60]
 
-4-turn episodes, 256 at once, a tool timeout of 2 s. The tool hangs 1 % of the time, raises 1 %, returns 1 MB 1 %; the engine drops 1 % of
-the connections instead of answering, by turns before any byte of the answer and in the middle of it.
+4-turn episodes, 256 concurrent, a tool timeout of 2 s. The tool hangs in 1 % of the calls, raises in 1 % and returns 1 MB in 1 %. The engine
+drops 1 % of the connections instead of responding, alternately before the first byte and in the middle of the response.
 """
 
 from __future__ import annotations

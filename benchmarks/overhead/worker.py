@@ -1,4 +1,4 @@
-"""One client process: does the runs it is told to, one JSON line each, and answers with what they took.
+"""A client process: receives runs as JSON lines, one each, and returns their measurements.
 
 python -m benchmarks.overhead.worker floor|agent [--uvloop] [--new-documents]
 """
