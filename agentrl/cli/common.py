@@ -42,10 +42,20 @@ class Commands:
         return dict(self._commands.choices)
 
     def add(
-        self, name: str, run: RunCommand, about: str, *, settings: bool = True, words: str = ""
+        self,
+        name: str,
+        run: RunCommand,
+        about: str,
+        *,
+        words: str = "",
+        settings: bool = True,
+        recorded: bool = False,
     ) -> argparse.ArgumentParser:
-        """Add a command. With `settings`, every setting is a flag; `words` are its positional arguments in the usage."""
-        usage = f"agentrl {name} {words + ' ' if words else ''}[--config FILE.toml] [--FLAG VALUE ...]"
+        """Add a command. `words` are its positional arguments in the usage.
+
+        With `settings`, every setting is a flag. With `recorded`, the first argument is recorded episodes.
+        """
+        usage = " ".join(filter(None, [f"agentrl {name}", words, "[--config FILE.toml] [--FLAG VALUE ...]"]))
         parser: argparse.ArgumentParser = self._commands.add_parser(
             name,
             help=about,
@@ -56,18 +66,15 @@ class Commands:
             epilog=_MORE_HELP % name if settings else None,
         )
         parser.set_defaults(run_command=run)
+        if recorded:
+            text = "run folder, folder of episodes, or file of episodes"
+            parser.add_argument("recorded", type=Path, metavar="RUN", help=text)
         if settings:
             parser.add_argument("--help-all", action="help", help="list all flags by section and exit")
-            parser.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win over them")
+            source = "settings, instead of the run's config.toml" if recorded else "settings"
+            parser.add_argument("--config", type=Path, metavar="FILE.toml", help=f"{source}; flags win over them")
             add_flags(parser, self._shown)
         return parser
-
-
-def add_recorded(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument for recorded episodes."""
-    parser.add_argument(
-        "recorded", type=Path, metavar="RUN", help="run folder, folder of episodes, or file of episodes"
-    )
 
 
 def require_no_more(rest: Sequence[str]) -> None:

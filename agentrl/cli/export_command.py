@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.cli.common import Commands, add_recorded, print_note, require_no_more
+from agentrl.cli.common import Commands, print_note, require_no_more
 from agentrl.cli.view_command import TOKENIZER_HELP, decoder
 from agentrl.errors import ConfigError
 from agentrl.store import Recording
@@ -14,8 +14,7 @@ from agentrl.store.parquet import write_hf_dataset, write_parquet
 
 def add_parser(commands: Commands) -> None:
     about = "export one episode as an HTML file, or all episodes as Parquet or as a Hugging Face data set"
-    parser = commands.add("export", run_export, about, settings=False)
-    add_recorded(parser)
+    parser = commands.add("export", run_export, about, settings=False, recorded=True)
     parser.add_argument("episode", nargs="?", metavar="EPISODE", help="id of the episode, with --html")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--html", type=Path, metavar="FILE.html", help="write one episode as a single HTML file")

@@ -7,7 +7,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from agentrl.cli.common import Commands, add_recorded, print_note, runner_of
+from agentrl.cli.common import Commands, print_note, runner_of
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
 from agentrl.replay.fork import Branch, fork, table
@@ -21,8 +21,7 @@ def add_parser(commands: Commands) -> None:
         "continue a recorded episode from one of its turns with a live engine: with another observation, other seeds, "
         "or other weights (--hf-checkpoint)"
     )
-    parser = commands.add("fork", run_fork, about, words="RUN EPISODE --turn K")
-    add_recorded(parser)
+    parser = commands.add("fork", run_fork, about, words="RUN EPISODE --turn K", recorded=True)
     parser.add_argument("episode", metavar="EPISODE", help="id of the episode")
     parser.add_argument("--turn", type=int, required=True, metavar="K", help="first turn to sample again, from 0")
     text = "what the policy reads before turn K, instead of what it read; @FILE reads it from a file"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import textwrap
-from collections.abc import Iterable
 
 from agentrl.cli.common import Commands, require_no_more
 from agentrl.cli.flags import default_text, flag_names, metavar, setting
@@ -45,10 +43,7 @@ def explain(name: str, commands: Commands) -> str:
         return f"--{name} is a flag of slime that is not accepted: {REFUSED[name]}"
     if name.startswith("sglang-"):
         return _explain_sglang(name.removeprefix("sglang-"))
-    options = _own_options(commands)
-    if f"--{name}" in options:
-        return _explain_option(*options[f"--{name}"])
-    return _explain_megatron(name, [*ours, *REFUSED, *(option[2:] for option in options)])
+    return _explain_option(name, commands) or _explain_megatron(name, commands)
 
 
 def _explain_setting(name: str) -> str:
@@ -64,30 +59,28 @@ def _explain_setting(name: str) -> str:
     return _page(flag, info.description or "", facts)
 
 
-def _own_options(commands: Commands) -> dict[str, tuple[argparse.Action, str]]:
-    """The flags of commands that are not settings, each with its first command."""
-    return {
-        option: (action, command)
-        for command, parser in reversed(commands.parsers.items())
-        for action in parser._actions
-        for option in action.option_strings
-        if action.dest not in FIELDS
-    }
+def _explain_option(name: str, commands: Commands) -> str:
+    """The help of a flag that is not a setting, once for each meaning that it has in the commands; empty if there is none."""
+    users: dict[tuple[str, str], list[str]] = {}
+    for command, parser in commands.parsers.items():
+        for action in parser._actions:
+            if f"--{name}" in action.option_strings:
+                flag = " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
+                text = (action.help or "") % {"default": action.default}
+                users.setdefault((flag, text), []).append(f"agentrl {command}")
+    return "\n\n".join(_page(flag, text, {"command": ", ".join(used)}) for (flag, text), used in users.items())
 
 
-def _explain_option(action: argparse.Action, command: str) -> str:
-    flag = " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
-    return _page(flag, (action.help or "") % {"default": action.default}, {"command": f"agentrl {command}"})
-
-
-def _explain_megatron(name: str, others: Iterable[str]) -> str:
+def _explain_megatron(name: str, commands: Commands) -> str:
     from agentrl.train.megatron.megatron_flags import OURS, megatron_flags
 
     if decides := OURS.get(name.replace("-", "_")):
         return f"--{name} is a setting of Megatron that cannot be set; what decides it: {decides}"
     specs = megatron_flags()
     if name not in specs:
-        raise unknown_flag(name, [*specs, *others])
+        actions = (action for parser in commands.parsers.values() for action in parser._actions)
+        ours = (option.removeprefix("--") for action in actions for option in action.option_strings)
+        raise unknown_flag(name, [*specs, *ours, *REFUSED])
     spec = specs[name]
     value = "" if spec.fixed is not None else " VALUE" + (" ..." if spec.many else "")
     facts = {

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from agentrl import __version__
-from agentrl.cli import (
-    check_command,
-    convert_command,
-    eval_command,
-    export_command,
-    fork_command,
-    help_command,
-    replay_command,
-    rescore_command,
-    rollout_command,
-    sft_command,
-    tokens_command,
-    train_command,
-    view_command,
-)
 from agentrl.cli.common import Commands, HelpFormatter
 from agentrl.cli.flags import BASIC, complete_switches
 from agentrl.cli.foreign_flags import split_unknown
 from agentrl.config import FIELDS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 
-_COMMANDS = (
-    train_command,
-    rollout_command,
-    eval_command,
-    sft_command,
-    check_command,
-    replay_command,
-    rescore_command,
-    fork_command,
-    view_command,
-    export_command,
-    tokens_command,
-    convert_command,
-    help_command,
-)
+_COMMANDS = "train rollout eval sft check replay rescore fork view export tokens convert help".split()
+"""Command NAME is the module NAME_command, which adds it to the parser."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,6 +71,6 @@ def make_parser(*, basic: bool = False) -> tuple[argparse.ArgumentParser, Mappin
     )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = Commands(parser, BASIC if basic else FIELDS)
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for name in _COMMANDS:
+        importlib.import_module(f"agentrl.cli.{name}_command").add_parser(commands)
     return parser, commands.parsers

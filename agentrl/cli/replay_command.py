@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from agentrl.cli.common import Commands, add_recorded, chosen_entries, print_note, runner_of
+from agentrl.cli.common import Commands, chosen_entries, print_note, runner_of
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import ReplayJob, replay_entries
@@ -27,8 +27,7 @@ RESULT = "replay.jsonl"
 
 def add_parser(commands: Commands) -> None:
     about = "replay recorded episodes with today's code, without an engine; report the first turn and token that differ"
-    parser = commands.add("replay", run_replay, about, words="RUN [EPISODE ...]")
-    add_recorded(parser)
+    parser = commands.add("replay", run_replay, about, words="RUN [EPISODE ...]", recorded=True)
     parser.add_argument("episodes", nargs="*", metavar="EPISODE", help="ids of episodes (default: all)")
     tools = parser.add_mutually_exclusive_group()
     live = "call these tools again instead of using their recorded results (without names: all tools)"

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.cli.common import Commands, add_recorded, print_note
+from agentrl.cli.common import Commands, print_note
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
@@ -24,8 +24,7 @@ RESULT = "rescore.json"
 
 def add_parser(commands: Commands) -> None:
     about = "score recorded episodes with other rewards (--reward, or the environment's of today) and compare"
-    parser = commands.add("rescore", run_rescore, about, words="RUN")
-    add_recorded(parser)
+    parser = commands.add("rescore", run_rescore, about, words="RUN", recorded=True)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder for the episodes with their new rewards")
     split = "episodes to score: train, eval/NAME, or all (default: %(default)s)"
     parser.add_argument("--split", default="train", metavar="NAME", help=split)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from agentrl.cli.common import Commands, add_recorded, require_no_more
+from agentrl.cli.common import Commands, require_no_more
 from agentrl.cli.resolve import recorded_config
 from agentrl.config import build_config, read_toml
 from agentrl.errors import ConfigError, UsageError
@@ -21,8 +21,7 @@ TOKENIZER_HELP = "model folder to decode tokens with (default: the run's model)"
 
 def add_parser(commands: Commands) -> None:
     about = "show a run as a page in the browser, also while it is being written"
-    parser = commands.add("view", run_view, about, settings=False)
-    add_recorded(parser)
+    parser = commands.add("view", run_view, about, settings=False, recorded=True)
     port = "port on 127.0.0.1; 0: any free one (default: %(default)s)"
     parser.add_argument("--port", type=int, default=8400, metavar="N", help=port)
     parser.add_argument("--tokenizer", metavar="DIR", help=TOKENIZER_HELP)

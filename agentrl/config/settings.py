@@ -97,17 +97,19 @@ class EnvSettings:
 
     A turn is one generation of the policy and the observation that follows."""
     max_invalid_actions: Annotated[int, Field(ge=1)] = 3
-    """turns that cannot be parsed after which the episode ends"""
+    """the episode ends after N turns that cannot be parsed"""
     max_calls_per_turn: Annotated[int, Field(ge=1)] = 8
     """maximum tool calls in one turn; see --surplus-calls"""
     keep_whole_outputs: bool = False
-    """keep tool outputs whole that were truncated for the policy, in episodes/outputs/ of the run folder"""
+    """record the full text of tool outputs that the policy sees truncated
+
+    They are kept in episodes/outputs/ of the run folder."""
     surplus_calls: Literal["error", "ignore", "refuse"] = "error"
     """tool calls above the limit of a turn: answer them with an error, ignore them, or refuse all calls of the turn"""
     history_policy: Literal["append", "rerender"] = "append"
     """if the template rewrites history (strips thinking): append to the sampled tokens, or render again in a new segment"""
     context_policy: Annotated[str | None, "NAME"] = None
-    """how to shorten a long conversation: drop_old_turns, truncate_old_results or module:policy (default: the environment's choice)"""
+    """how to shorten long conversations: drop_old_turns, truncate_old_results or module:policy (default: the environment's choice)"""
     raw_content: bool = False
     """parse control tokens inside prompts and tool outputs as control tokens; unsafe"""
     truncated_episodes: Literal["train", "mask", "drop"] = "train"
@@ -210,7 +212,7 @@ class EngineSettings:
 
     Without GPUs, the number of server processes."""
     rollout_num_gpus_per_engine: Annotated[int, Field(ge=1)] = 1
-    """GPUs of one SGLang engine (tensor parallel size)"""
+    """GPUs of one SGLang engine, its tensor parallel size"""
     rollout_external_engine_addrs: Annotated[tuple[str, ...], "HOST:PORT"] = ()
     """running SGLang servers, or an sglang-router in front of them (default: start servers here)"""
     engine_python: Annotated[str | None, "PATH"] = None
@@ -236,13 +238,13 @@ class TrainSettings:
     eps_clip_high: Annotated[float | None, Field(ge=0)] = None
     """upper clip range of the probability ratio (default: --eps-clip)"""
     eps_clip_c: Annotated[float | None, Field(gt=1)] = None
-    """lower bound of dual-clip PPO for negative advantages (default: off)"""
+    """bound of the probability ratio for negative advantages, dual-clip PPO (default: off)"""
     use_kl_loss: bool = False
     """keep a frozen reference model and add the KL loss"""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the KL loss; needs --use-kl-loss"""
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of the KL divergence (Schulman 2020)"""
+    """estimator of the KL divergence, from Schulman 2020"""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the entropy bonus"""
     calculate_per_token_loss: bool = False

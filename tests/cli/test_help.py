@@ -92,7 +92,7 @@ def test_one_flag(capsys):
     assert printed(capsys, "help", "--kl-loss-type").splitlines() == [
         "--kl-loss-type {k1,k2,k3}",
         "",
-        "  estimator of the KL divergence (Schulman 2020)",
+        "  estimator of the KL divergence, from Schulman 2020",
         "",
         "  type:     one of k1, k2, k3",
         "  default:  k3",
@@ -123,7 +123,7 @@ def test_a_flag_of_sglang_is_explained(capsys, monkeypatch):
     from agentrl.engine.sglang import installation, server_flags
 
     flag = {"type": "float", "choices": None, "default": 0.9, "help": "its share"}
-    found = installation.Installation(sys.executable, "sglang", "0.5.9")
+    found = installation.Installation(python=sys.executable, package="sglang", version="0.5.9")
     monkeypatch.setattr(installation, "find_installation", lambda: found)
     monkeypatch.setattr(server_flags, "server_flags", lambda _: {"mem-fraction-static": flag})
     text = printed(capsys, "help", "sglang-mem-fraction-static")
