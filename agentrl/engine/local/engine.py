@@ -29,6 +29,7 @@ PREEMPTION_DELAY_S = 0.01
 """Before an idle session is preempted, its next request is awaited for this time."""
 HEALTH_S = 30.0
 _CLOSED = "the local engine is closed"
+_NOT_STARTED = "the local engine was not started; await start() first"
 
 
 class LocalEngine:
@@ -72,7 +73,7 @@ class LocalEngine:
         self._timeout_s = timeout_s
         self._scheduler: Scheduler | None = None
         self._wakeup = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[Scheduler], None]] = deque()
         self._futures: set[asyncio.Future[Any]] = set()
         self._fault: EngineFailure | None = None
         self._closing = self._paused = self._asleep = False
@@ -86,7 +87,7 @@ class LocalEngine:
     @property
     def context_length(self) -> int:
         """Maximum tokens of context and generation together."""
-        model = self._running_scheduler().model
+        model = self._model()
         return min(self._context_length or model.context_length, model.context_length)
 
     async def start(self) -> None:
@@ -94,22 +95,22 @@ class LocalEngine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agentrl-local-engine", daemon=True)
             self._thread.start()
-        await self._call(lambda: None)
+        await self._call(lambda _: None)
 
     async def generate(
         self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """See `Engine.generate`. If the call is cancelled, the request is dropped."""
-        scheduler = self._running_scheduler()
+        model = self._model()
         if images:
             raise ConfigError("the local engine runs text models only and takes no images; use --engine sglang")
         if self._asleep:
             raise EngineFailure("the local engine is asleep; call wake before generate", "engine asleep")
         context = list(ids)
         max_new_tokens = check_request(context, sampling, self.context_length)
-        if min(context) < 0 or max(context) >= scheduler.model.vocab_size:
+        if min(context) < 0 or max(context) >= model.vocab_size:
             raise EngineFailure(
-                f"the context has ids outside 0..{scheduler.model.vocab_size - 1}; is its tokenizer the model's?",
+                f"the context has ids outside 0..{model.vocab_size - 1}; is its tokenizer the model's?",
                 "ids outside the vocabulary",
             )
         if sampling.stop and self._decode is None:
@@ -123,38 +124,34 @@ class LocalEngine:
             stop_finder=StopFinder(sampling.stop, self._decode or _no_text),
             on_finish=lambda result: _resolve(future, result),
         )
-        self._post(lambda: scheduler.add(request), future)
+        self._post(lambda scheduler: scheduler.add(request), future)
         try:
             return await future
         except asyncio.CancelledError:
-            self._post(lambda: scheduler.cancel(request))
+            self._post(lambda scheduler: scheduler.cancel(request))
             raise
 
     async def release(self, session: str) -> None:
         """End the session and free its slot."""
-        scheduler = self._running_scheduler()
-        await self._call(lambda: scheduler.release(session))
+        await self._call(lambda scheduler: scheduler.release(session))
 
     async def pause(self) -> None:
         """Compute nothing until `resume`. The step in progress is finished first."""
-        self._running_scheduler()
-        await self._call(lambda: setattr(self, "_paused", True))
+        await self._call(lambda _: setattr(self, "_paused", True))
 
     async def resume(self) -> None:
         """Continue after `pause`."""
-        self._running_scheduler()
-        await self._call(lambda: setattr(self, "_paused", False))
+        await self._call(lambda _: setattr(self, "_paused", False))
 
     async def abort(self, session: str | None = None) -> None:
         """Abort requests in flight, of one session or all: they raise EngineAbort. Sessions keep their caches."""
-        scheduler = self._running_scheduler()
-        await self._call(lambda: scheduler.abort(session, EngineAbort("the request was aborted", "aborted")))
+        reason = EngineAbort("the request was aborted", "aborted")
+        await self._call(lambda scheduler: scheduler.abort(session, reason))
 
     async def sleep(self) -> None:
         """Free keys and values, and move the weights to the CPU. Refused while requests are in flight."""
-        scheduler = self._running_scheduler()
 
-        def command() -> None:
+        def command(scheduler: Scheduler) -> None:
             if scheduler.busy:
                 raise EngineFailure(
                     "the local engine cannot sleep while requests are in flight; abort them first", "sleep while busy"
@@ -167,9 +164,8 @@ class LocalEngine:
 
     async def wake(self) -> None:
         """Move the weights back and accept generations."""
-        scheduler = self._running_scheduler()
 
-        def command() -> None:
+        def command(scheduler: Scheduler) -> None:
             scheduler.model.move(self._device)
             self._asleep = False
 
@@ -177,9 +173,8 @@ class LocalEngine:
 
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
         """Replace the weights in place between two steps; see `Engine.update_weights`. Allowed while paused or asleep."""
-        scheduler = self._running_scheduler()
 
-        def command() -> None:
+        def command(scheduler: Scheduler) -> None:
             scheduler.model.update(weights)
             scheduler.weights_changed(policy_version)
 
@@ -191,14 +186,13 @@ class LocalEngine:
         Raises:
             EngineFailure: the thread died or does not respond.
         """
-        scheduler = self._running_scheduler()
-        await self._call(lambda: None, timeout_s=min(HEALTH_S, self._timeout_s))
+        policy_version = await self._call(lambda s: s.policy_version, timeout_s=min(HEALTH_S, self._timeout_s))
         return EngineInfo(
             name="local",
             version=f"transformers {transformers.__version__}, torch {torch.__version__}",
-            policy_version=scheduler.policy_version,
+            policy_version=policy_version,
             context_length=self.context_length,
-            deterministic=scheduler.model.batch_invariant,
+            deterministic=self._model().batch_invariant,
         )
 
     async def close(self) -> None:
@@ -211,28 +205,37 @@ class LocalEngine:
 
     # -- from the event loop to the thread -----------------------------------------------------------------------------
 
-    def _running_scheduler(self) -> Scheduler:
-        """The scheduler of a running engine.
+    def _model(self) -> LocalModel:
+        """The model of a running engine.
 
         Raises:
             EngineFailure: not started, closed, or failed.
         """
-        if self._fault is not None:
-            raise EngineFailure(str(self._fault), self._fault.cause) from self._fault
-        if self._closing:
-            raise EngineFailure(_CLOSED, "engine closed")
-        if self._scheduler is None:
-            raise EngineFailure("the local engine was not started; await start() first", "engine not started")
-        return self._scheduler
+        failure = self._failure()
+        if failure is not None or self._scheduler is None:
+            raise failure or EngineFailure(_NOT_STARTED, "engine not started")
+        return self._scheduler.model
 
-    async def _call(self, command: Callable[[], T], timeout_s: float | None = None) -> T:
+    def _failure(self) -> EngineFailure | None:
+        """Why the thread takes no commands; None: it does."""
+        if self._fault is not None:
+            failure = EngineFailure(str(self._fault), self._fault.cause)
+            failure.__cause__ = self._fault
+            return failure
+        if self._closing:
+            return EngineFailure(_CLOSED, "engine closed")
+        if self._thread is None:
+            return EngineFailure(_NOT_STARTED, "engine not started")
+        return None
+
+    async def _call(self, command: Callable[[Scheduler], T], timeout_s: float | None = None) -> T:
         """Run a command in the engine's thread between two steps."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def run() -> None:
+        def run(scheduler: Scheduler) -> None:
             try:
-                result: Any = command()
+                result: Any = command(scheduler)
             except AgentRLError as e:
                 result = e
             _resolve(future, result)
@@ -243,18 +246,18 @@ class LocalEngine:
         except TimeoutError:
             raise EngineFailure(f"the local engine did not respond within {limit_s:g} s", "engine timeout") from None
 
-    def _post(self, command: Callable[[], None], future: asyncio.Future[Any] | None = None) -> None:
+    def _post(self, command: Callable[[Scheduler], None], future: asyncio.Future[Any] | None = None) -> None:
         """Queue a command for the thread. `future` fails if the thread has ended, or ends first."""
         with self._wakeup:
-            ended = self._fault or (EngineFailure(_CLOSED, "engine closed") if self._closing else None)
-            if ended is None:
+            failure = self._failure()
+            if failure is None:
                 self._commands.append(command)
                 if future is not None:
                     self._futures.add(future)
                     future.add_done_callback(self._futures.discard)
                 self._wakeup.notify()
-        if ended is not None and future is not None:
-            future.set_exception(EngineFailure(str(ended), ended.cause))
+        if failure is not None and future is not None:
+            future.set_exception(failure)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -290,7 +293,7 @@ class LocalEngine:
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
-            command()
+            command(scheduler)
         if scheduler.busy and not self._paused:
             scheduler.step()
         return True

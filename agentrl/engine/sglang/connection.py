@@ -7,10 +7,7 @@ support redirects, cookies, compression or pipelining.
 from __future__ import annotations
 
 import asyncio
-import base64
-import ssl
 from typing import NamedTuple, cast
-from urllib.parse import unquote, urlsplit
 
 import httptools
 
@@ -32,48 +29,12 @@ class ConnectionLost(ConnectionError):
         self.begun = begun
 
 
-class Origin:
-    """The address of a server, and the headers that all requests to it share."""
-
-    def __init__(self, address: str) -> None:
-        """`address` is http(s)://host[:port][/path], with user:password@ if the server requires them."""
-        url = urlsplit(address)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"{address!r} is not the address of a server; expected http://host:port")
-        self.host = url.hostname
-        self.tls = ssl.create_default_context() if url.scheme == "https" else None
-        self.port = url.port or (443 if self.tls else 80)
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        headers = [f"Host: {host}:{self.port}", "Accept: */*", "User-Agent: agentrl"]
-        if url.username is not None:
-            credentials = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()
-            headers.append(f"Authorization: Basic {base64.b64encode(credentials).decode()}")
-        self._path = url.path.rstrip("/")
-        self._headers = "\r\n".join(headers)
-
-    async def connect(self) -> Connection:
-        """A new connection.
-
-        Raises:
-            OSError: the server cannot be reached.
-        """
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self.host, self.port, ssl=self.tls)
-        return connection
-
-    def request(self, method: str, path: str, body: bytes | None) -> bytes:
-        """An encoded request."""
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n"
-        if body is None:
-            return f"{head}\r\n".encode()
-        return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
 class Connection(asyncio.Protocol):
     """One connection to a server."""
 
     def __init__(self) -> None:
-        self.idle_since = 0.0
+        self.expiry: asyncio.TimerHandle | None = None
+        """while it is idle: closes it"""
         self.transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # which RFC 9112 allows

@@ -8,11 +8,14 @@ later are failures.
 from __future__ import annotations
 
 import asyncio
+import base64
+import ssl
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import orjson
 
-from agentrl.engine.sglang.connection import Connection, ConnectionLost, Origin, Response
+from agentrl.engine.sglang.connection import Connection, ConnectionLost, Response
 from agentrl.errors import EngineFailure
 
 KEEP_ALIVE_S = 4.0
@@ -28,12 +31,22 @@ class HttpClient:
     """A client of one server, used on one event loop."""
 
     def __init__(self, address: str) -> None:
+        """`address` is http(s)://host[:port][/path], with user:password@ if the server requires them."""
+        url = urlsplit(address)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"{address!r} is not the address of a server; expected http://host:port")
         self.address = address.rstrip("/")
-        self._origin = Origin(self.address)
-        self._idle: list[Connection] = []
-        """least recently used first"""
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._host, self._port = url.hostname, url.port or (443 if self._tls else 80)
+        self._path = url.path.rstrip("/")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._headers = f"Host: {host}:{self._port}\r\nAccept: */*\r\nUser-Agent: agentrl\r\n"
+        if url.username is not None:
+            credentials = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()
+            self._headers += f"Authorization: Basic {base64.b64encode(credentials).decode()}\r\n"
+        self._idle: dict[Connection, None] = {}
+        """in the order in which they became idle"""
         self._busy: set[Connection] = set()
-        self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def post(self, path: str, body: Any, *, timeout_s: float) -> Any:
@@ -42,23 +55,24 @@ class HttpClient:
         Raises:
             EngineFailure: no response in time, a lost connection, or a status from 300 up.
         """
-        return await self._request(path, self._origin.request("POST", path, orjson.dumps(body)), timeout_s)
+        content = orjson.dumps(body)
+        head = f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+        return await self._request("POST", path, head, content, timeout_s)
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """Same as `post` without a body."""
-        return await self._request(path, self._origin.request("GET", path, None), timeout_s)
+        return await self._request("GET", path, "", b"", timeout_s)
 
     async def close(self) -> None:
         """Close all connections; idempotent."""
         self._closed = True
-        for connection in (*self._idle, *self._busy):
+        for connection in self._busy:
             connection.close()
-        self._idle.clear()
-        if self._sweep is not None:
-            self._sweep.cancel()
-            self._sweep = None
+        while kept := self._take_idle():
+            kept.close()
 
-    async def _request(self, path: str, request: bytes, timeout_s: float) -> Any:
+    async def _request(self, method: str, path: str, headers: str, content: bytes, timeout_s: float) -> Any:
+        request = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{headers}\r\n".encode() + content
         kept, clock = self._take_idle(), asyncio.get_running_loop().time
         started = clock()
         try:
@@ -100,7 +114,10 @@ class HttpClient:
         limit_s = min(CONNECT_S, timeout_s)
         try:
             async with asyncio.timeout(limit_s):
-                return await self._origin.connect()
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    Connection, self._host, self._port, ssl=self._tls
+                )
+                return connection
         except OSError as e:  # includes TimeoutError
             reason = str(e) or f"no connection within {limit_s:g} s"
             raise EngineFailure(f"{self.address} cannot be reached: {reason}", "engine: unreachable") from e
@@ -108,28 +125,20 @@ class HttpClient:
     # -- idle connections ----------------------------------------------------------------------------------------------
 
     def _keep(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
-        self._idle.append(connection)
-        if self._sweep is None:
-            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_expired)
+        self._idle[connection] = None
+        connection.expiry = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._expire, connection)
+
+    def _expire(self, connection: Connection) -> None:
+        del self._idle[connection]
+        connection.close()
 
     def _take_idle(self) -> Connection | None:
         """The most recently used idle connection that is still open."""
         while self._idle:
-            connection = self._idle.pop()
-            expired = asyncio.get_running_loop().time() - connection.idle_since >= KEEP_ALIVE_S
-            if connection.usable and not expired:
+            connection, _ = self._idle.popitem()
+            if connection.expiry is not None:
+                connection.expiry.cancel()
+            if connection.usable:
                 return connection
             connection.close()
         return None
-
-    def _close_expired(self) -> None:
-        """Close connections that were idle for too long; runs again while there are others."""
-        loop = asyncio.get_running_loop()
-        limit = loop.time() - KEEP_ALIVE_S
-        for connection in self._idle:
-            if connection.idle_since <= limit:
-                connection.close()
-        self._idle = [c for c in self._idle if c.idle_since > limit]
-        self._sweep = loop.call_at(self._idle[0].idle_since + KEEP_ALIVE_S, self._close_expired) if self._idle else None
