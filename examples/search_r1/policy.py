@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(out: Path, texts: Iterable[str], vocabulary: int = 2048) -> None:
-    """BPE on `texts`, single digits; the names of held-out countries and their capitals get no token of their own."""
+    """Train BPE on `texts`, with single digits. The names of held-out countries and their capitals are removed from the texts."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -45,7 +45,7 @@ def make_tokenizer(out: Path, texts: Iterable[str], vocabulary: int = 2048) -> N
 
 
 def make_model(out: Path, vocabulary: int = 2048) -> None:
-    """Random weights, always the same."""
+    """Save a model with random weights from a fixed seed."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,12 +1,12 @@
-"""How the embedded policy was made: scripted episodes, recorded by the ordinary runner, then `agentrl sft` (minutes on a GPU).
+"""Train the embedded policy: record scripted episodes with the ordinary runner, then run `agentrl sft` (minutes on a GPU).
 
     python examples/search_r1/warmup.py init START
     python examples/search_r1/warmup.py record EPISODES --model START --episodes 128000 --processes 15
     agentrl sft EPISODES/* --config examples/search_r1/warmup.toml --hf-checkpoint START --run RUN --dtype bfloat16    # weights in RUN/hf
 
-The demonstrator knows the format and copies exactly, but searches with care only some of the time: otherwise it types the words of the
-question, also where the question takes two searches, and gives up with 'unknown' when that finds nothing. In 80 % of the episodes the
-country is disguised (other names, other numbers), so copying is learned and the facts are not. What pays is left to reinforcement learning.
+The demonstrator writes the format and copies exactly, but searches well only some of the time. Otherwise it searches for the words of the
+question, even if the question needs two searches, and answers 'unknown' if that finds nothing. In 80 % of the episodes the country's names and
+numbers are replaced, so the policy learns to copy and not the facts. Reinforcement learning has to find out which behaviour is rewarded.
 """
 
 from __future__ import annotations
@@ -34,45 +34,50 @@ from agentrl.store import EpisodeWriter
 from agentrl.tool import tool
 from agentrl.types import EpisodeSpec, Task
 
-CARE, RENAMING, GIVE_UP = 0.3, 0.8, "unknown"
+GOOD_SEARCH, RENAMED, GIVE_UP = 0.3, 0.8, "unknown"
+"""Share of good searches, share of episodes with replaced names, and the answer of a demonstrator that gives up."""
 
 
 class Demonstrator:
-    """Decides, turn by turn, what the expert writes about one question. Without `disguise` it sees real names."""
+    """Writes the turns of one episode. `renaming` replaces the country's names; None: the real names are used."""
 
     def __init__(self, row: dict, rng: random.Random) -> None:
         self.record = factbook.records()[row["metadata"]["country"]]
         self.field = factbook.FIELDS[row["metadata"]["field"]]
-        self.disguise = factbook.Renaming(rng, self.record) if rng.random() < RENAMING else None
+        self.renaming = factbook.Renaming(rng, self.record) if rng.random() < RENAMED else None
         self.answer = row["golden_answers"][0]
-        self.careful = list(factbook.expert_plan(row).queries)
+        self.good_queries = list(factbook.expert_plan(row).queries)
         self.subject = self.record.name if row["metadata"]["hops"] == 1 else self.record.facts["capital"][0]
-        self.rng, self.failed, self.searches, self.takes_care = rng, False, 0, False
+        self.rng, self.failed, self.searches, self.searches_well = rng, False, 0, False
         self.reply: str | None = None
 
-    def told(self, text: str) -> str:
-        """The text as this episode's policy may see it."""
-        return self.disguise.apply(text) if self.disguise else text
+    def renamed(self, text: str) -> str:
+        """Return a text with the names of this episode."""
+        return self.renaming.apply(text) if self.renaming else text
+
+    def original(self, query: str) -> str:
+        """Return a query with the real names."""
+        return self.renaming.invert(query) if self.renaming else query
 
     def write(self) -> str:
-        """The next turn: a search or the answer."""
+        """Return the next turn: a search or the answer."""
         if self.reply is not None:
-            return f"<answer> {self.told(self.reply)}</answer>"
+            return f"<answer> {self.renamed(self.reply)}</answer>"
         self.searches += 1
-        self.takes_care = self.failed or self.rng.random() < CARE
-        query = self.careful[0] if self.takes_care else f"{self.subject} {self.field.label}"
-        return f"<search> {self.told(query)}</search>"
+        self.searches_well = self.failed or self.rng.random() < GOOD_SEARCH
+        query = self.good_queries[0] if self.searches_well else f"{self.subject} {self.field.label}"
+        return f"<search> {self.renamed(query)}</search>"
 
-    def read(self, found: str) -> None:
-        """See the (real) passages found, and decide how to go on."""
-        lines = found.splitlines()
+    def read(self, passages: str) -> None:
+        """Decide how to continue after reading the passages, which have the real names."""
+        lines = passages.splitlines()
         target = f"- {self.record.name} - {self.field.path[1]}: "
         bridge = f"- {self.record.name} - Capital: name: {self.record.facts['capital'][0]}"
         if any(line.startswith(target) and self.answer in line for line in lines):
             self.reply = self.answer
-        elif self.takes_care and len(self.careful) == 2 and any(line.startswith(bridge) for line in lines):
-            self.careful, self.subject, self.failed = self.careful[1:], self.record.name, False
-        elif self.takes_care or self.rng.random() >= CARE:
+        elif self.searches_well and len(self.good_queries) == 2 and any(line.startswith(bridge) for line in lines):
+            self.good_queries, self.subject, self.failed = self.good_queries[1:], self.record.name, False
+        elif self.searches_well or self.rng.random() >= GOOD_SEARCH:
             self.reply = GIVE_UP
         else:
             self.failed = True
@@ -80,25 +85,23 @@ class Demonstrator:
             self.reply = GIVE_UP
 
 
-class Disguised(SearchR1):
-    """search_r1 in which one country goes by other names."""
+class RenamedSearchR1(SearchR1):
+    """search_r1 with replaced names of one country."""
 
     def reset(self, task: Task, *, seed: int) -> str:
-        """The question, disguised."""
         self.demonstrator: Demonstrator = task.metadata["demonstrator"]
-        return self.demonstrator.told(str(task.prompt))
+        return self.demonstrator.renamed(str(task.prompt))
 
     @tool
     def search(self, query: str) -> str:
-        """Search the real corpus for what the disguised query means, and disguise what is found."""
-        d = self.demonstrator
-        found = super().search(d.disguise.invert(query) if d.disguise else query)
-        d.read(found)
-        return d.told(found)
+        """Search the corpus."""
+        passages = super().search(self.demonstrator.original(query))
+        self.demonstrator.read(passages)
+        return self.demonstrator.renamed(passages)
 
 
 def specs(first: int, count: int) -> Iterator[tuple[EpisodeSpec, Demonstrator]]:
-    """Episodes about training questions, each drawn by its own ordinal."""
+    """Yield episodes about training questions. Each draws its question by its index."""
     rows = factbook.questions("train")
     for index in range(first, first + count):
         rng = random.Random(index)
@@ -109,44 +112,35 @@ def specs(first: int, count: int) -> Iterator[tuple[EpisodeSpec, Demonstrator]]:
 
 
 def texts(count: int) -> Iterator[str]:
-    """What the tokenizer learns from: demonstrations as plain text."""
+    """Yield demonstrations as plain text, to train the tokenizer."""
     search = SearchR1().search
-    for spec, d in specs(-count, count):
-        text = d.told(str(spec.task.prompt))
-        while d.reply is None:
-            query = d.write()
-            found = search(d.disguise.invert(query[9:-9]) if d.disguise else query[9:-9])
-            d.read(found)
-            text += f"{query}\n{d.told(found)}\n"
-        yield text + d.write()
+    for spec, demonstrator in specs(-count, count):
+        text = demonstrator.renamed(str(spec.task.prompt))
+        while demonstrator.reply is None:
+            turn = demonstrator.write()
+            passages = search(demonstrator.original(turn.removeprefix("<search> ").removesuffix("</search>")))
+            demonstrator.read(passages)
+            text += f"{turn}\n{demonstrator.renamed(passages)}\n"
+        yield text + demonstrator.write()
 
 
 async def record(out: Path, model: Path, first: int, count: int, chunk: int = 512) -> None:
-    """Run and write `count` episodes in the order of their ordinals."""
+    """Run and record `count` episodes in the order of their indices."""
     tokenizer = Tokenizer.load(model)
     renderer = make_renderer(tokenizer, "search_r1")
     writer = EpisodeWriter(out)
     for start in range(first, first + count, chunk):
         batch = list(specs(start, min(chunk, first + count - start)))
-        experts = {spec.episode_id: d for spec, d in batch}
+        demonstrators = {spec.episode_id: demonstrator for spec, demonstrator in batch}
 
-        def script(request: ScriptedRequest, experts: dict[str, Demonstrator] = experts) -> str:
-            return experts[request.session].write()
+        def script(request: ScriptedRequest, by_id: dict[str, Demonstrator] = demonstrators) -> str:
+            return by_id[request.session].write()
 
         engine = ScriptedEngine(script, encode=tokenizer.encode, decode=tokenizer.decode, demonstration=True)
+        env = {"make_env": RenamedSearchR1, "env_class": RenamedSearchR1, "pools": ThreadPools(RenamedSearchR1)}
         limits = Limits(max_turns=4, max_response_tokens=480, context_length=512)
-        sampling = SamplingParams(max_new_tokens=1)
-        runner = EpisodeRunner(
-            make_env=Disguised,
-            env_class=Disguised,
-            engine=engine,
-            renderer=renderer,
-            scorer=Scorer([]),
-            limits=limits,
-            sampling=sampling,
-            seed=0,
-            pools=ThreadPools(Disguised),
-        )
+        parts = {"engine": engine, "renderer": renderer, "scorer": Scorer([]), "limits": limits}
+        runner = EpisodeRunner(**env, **parts, sampling=SamplingParams(max_new_tokens=1), seed=0)
         groups, table = await Rollout(runner, RolloutLimits(concurrency=64, min_group_size=1)).run(
             [spec] for spec, _ in batch
         )
@@ -154,8 +148,8 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
         if table.failures:
             raise SystemExit(str(table))
         for group in groups:
-            t = group.trajectories[0]
-            writer.write(replace(t, task=replace(t.task, metadata={})))  # the demonstrator is no JSON value
+            trajectory = group.trajectories[0]
+            writer.write(replace(trajectory, task=replace(trajectory.task, metadata={})))  # without the demonstrator
     writer.close()
 
 
@@ -164,7 +158,6 @@ def _record(args: tuple[Path, Path, int, int]) -> None:
 
 
 def main() -> None:
-    """Run one of the two commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init")
@@ -185,8 +178,8 @@ def main() -> None:
         for i in range(args.processes)
     ]
     with mp.get_context("spawn").Pool(args.processes) as pool:
-        for done, _ in enumerate(pool.imap_unordered(_record, jobs), 1):
-            print(f"{done} of {len(jobs)} parts recorded", flush=True)
+        for count, _ in enumerate(pool.imap_unordered(_record, jobs), 1):
+            print(f"{count} of {len(jobs)} parts recorded", flush=True)
 
 
 if __name__ == "__main__":
