@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence, exit status 2, nothing overwritten, nothing started."""
+"""Bad input: one sentence, exit status 2, nothing overwritten and nothing started."""
 
 import json
 
@@ -27,7 +27,7 @@ SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus 
 
 
 def refused(capsys, *words):
-    """Run; return the one sentence."""
+    """Run a command that is refused; return its sentence."""
     assert main([*words]) == 2
     captured = capsys.readouterr()
     assert len(captured.err.strip().splitlines()) == 1, captured.err
@@ -73,11 +73,11 @@ def test_unknown_flag_of_check_suggests(here, capsys):
     assert err == "agentrl check: unknown flag --episode=3; did you mean 'episodes'?\n"
 
 
-def test_a_check_of_no_episode_is_none(here, capsys):
+def test_check_needs_an_episode(here, capsys):
     assert "--episodes must be at least 1, found 0" in refused(capsys, "check", "--env", "search_r1", "--episodes", "0")
 
 
-def test_check_says_what_to_do_about_two_tools_of_one_name(here, capsys):
+def test_check_gives_advice_about_two_tools_of_one_name(here, capsys):
     (here / "twice.py").write_text(
         "from agentrl import Tool, ToolEnv, tool\n"
         "class Look(Tool):\n"
@@ -94,7 +94,7 @@ def test_check_says_what_to_do_about_two_tools_of_one_name(here, capsys):
     assert "give each tool a unique name" in out
 
 
-def test_a_yes_or_no_flag_before_other_words(here, capsys):
+def test_a_bare_switch_before_positional_arguments(here, capsys):
     assert "no episodes at nowhere" in refused(capsys, "replay", "--keep-whole-outputs", "nowhere")
     assert "unknown flag --colocate" in refused(capsys, "check", "--env", "search_r1", "--colocate")
 
@@ -118,12 +118,12 @@ def test_unknown_env_argument_suggests(here, model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [("corpus=missing.jsonl", "missing.jsonl: cannot be read"), ("retriever=bm52", "retriever must be 'bm25'")],
 )
 @pytest.mark.parametrize("command", ["train", "rollout", "eval"])
-def test_an_argument_that_the_environment_refuses(here, model, capsys, command, given, says):
-    assert says in refused(capsys, command, "--model", str(model), "--env-arg", given)
+def test_an_argument_that_the_environment_refuses(here, model, capsys, command, given, message):
+    assert message in refused(capsys, command, "--model", str(model), "--env-arg", given)
     assert not (here / "runs").exists()
 
 
@@ -148,8 +148,8 @@ def test_value_of_the_wrong_type_names_the_flag(here, capsys):
     assert "'many'" in err
 
 
-def test_the_scripted_engine_is_no_flag(here, capsys):
-    """It follows a function of Python's, which no flag can name; it is for tests and `agentrl check`."""
+def test_the_scripted_engine_cannot_be_chosen(here, capsys):
+    """It takes a Python function, which a flag cannot give; tests and `agentrl check` use it."""
     assert "--engine must be one of local, sglang, found 'scripted'" in refused(
         capsys, "rollout", "--engine", "scripted"
     )
@@ -161,12 +161,12 @@ def test_model_without_chat_template(here, model, capsys):
     assert "no chat template" in refused(capsys, "train", "--model", str(model))
 
 
-def test_a_config_that_is_no_json(here, model, capsys):
+def test_a_model_config_that_is_not_json(here, model, capsys):
     (model / "config.json").write_text("{")
     assert "config.json: not JSON" in refused(capsys, "eval", "--model", str(model))
 
 
-def test_an_environment_whose_tasks_are_none(here, model, capsys):
+def test_an_environment_whose_tasks_are_not_tasks(here, model, capsys):
     (here / "env.py").write_text(
         "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): return [{'prompt': 'x'}]\n"
     )
@@ -175,22 +175,22 @@ def test_an_environment_whose_tasks_are_none(here, model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("return None", "E.tasks('test') must return an iterable of agentrl.Task, found None"),
         ("return [][1]", "env.py, line 4: IndexError: list index out of range"),
         ("yield 1 / 0", "env.py, line 4: ZeroDivisionError: division by zero"),
     ],
 )
-def test_an_environment_whose_tasks_fail(here, model, capsys, body, says):
+def test_an_environment_whose_tasks_fail(here, model, capsys, body, message):
     text = "from agentrl import Env\nclass E(Env):\n    @classmethod\n    def tasks(cls, split): "
     (here / "env.py").write_text(text + body)
     err = refused(capsys, "eval", "--env", "env.py", "--model", str(model))
     assert "E.tasks('test')" in err
-    assert says in err
+    assert message in err
 
 
-def test_a_word_for_a_number_beside_the_environment(here, model, capsys):
+def test_text_for_a_number_in_the_settings_of_the_environment(here, model, capsys):
     (here / "env.py").write_text("from agentrl import Env\nclass E(Env): ...\n")
     (here / "env.toml").write_text('[train]\nactor_num_gpus_per_node = "two"\n')
     err = refused(capsys, "train", "--env", "env.py", "--model", str(model))
@@ -198,7 +198,7 @@ def test_a_word_for_a_number_beside_the_environment(here, model, capsys):
     assert "found 'two'" in err
 
 
-def test_an_environment_whose_tasks_have_no_end(here, model, capsys, monkeypatch):
+def test_an_environment_with_endless_tasks(here, model, capsys, monkeypatch):
     (here / "env.py").write_text(
         "from itertools import count\nfrom agentrl import Env, Task\nclass E(Env):\n    @classmethod\n"
         "    def tasks(cls, split): return (Task(str(i), 'x') for i in count())\n"
@@ -224,12 +224,12 @@ def test_run_folder_exists(here, model, capsys, words):
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     err = refused(capsys, *words, "--model", str(model), "--run", str(run))
     assert "already exists" in err
-    assert "--resume" not in err, "it is no training run"
+    assert "--resume" not in err, "it is not a training run"
     assert [p.name for p in run.iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize(
-    ("state", "config", "goes_on"),
+    ("state", "config", "resumable"),
     [
         ('{"recorded": false}', True, True),
         ('{"recorded": true}', True, False),
@@ -238,21 +238,23 @@ def test_run_folder_exists(here, model, capsys, words):
     ],
     ids=["training", "train-only", "damaged", "no settings"],
 )
-def test_a_run_folder_that_is_taken_says_how_its_run_goes_on_if_it_can(here, model, capsys, state, config, goes_on):
+def test_the_error_for_a_taken_run_folder_suggests_resume_if_that_is_possible(
+    here, model, capsys, state, config, resumable
+):
     path = here / "run/checkpoints/000003/state.json"
     path.parent.mkdir(parents=True)
     path.write_text(state)
     if config:
         (here / "run/config.toml").touch()
     err = refused(capsys, "train", "--model", str(model), "--run", "run")
-    assert ("agentrl train --resume run" in err) is goes_on
+    assert ("agentrl train --resume run" in err) is resumable
 
 
-# -- what the trainer cannot do is said before there is a run folder ----------------------------------------------------
+# -- limits of the trainer are reported before there is a run folder ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("--tensor-model-parallel-size 3", "3 does not divide the model's 2 key-value heads"),
         ("--pipeline-model-parallel-size 2 --num-layers 3", "num_layers = 3 contradicts the model"),
@@ -262,11 +264,11 @@ def test_a_run_folder_that_is_taken_says_how_its_run_goes_on_if_it_can(here, mod
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft talk.jsonl"])
-def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words, says):
+def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words, message):
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
-    assert says in refused(capsys, *command.split(), "--model", str(model), *words.split())
+    assert message in refused(capsys, *command.split(), "--model", str(model), *words.split())
     assert not (here / "runs").exists()
 
 
@@ -282,7 +284,7 @@ def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, caps
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("wieght_decay = 0.1", "megatron-core has no setting 'wieght_decay'; did you mean 'weight_decay'"),
         ('weight_decay = "much"', "weight_decay takes a value of type float; found 'much'"),
@@ -290,9 +292,9 @@ def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, caps
         ("bf16 = true", "bf16 cannot be set; what decides it: the trainer's dtype"),
     ],
 )
-def test_mistakes_in_megatrons_table(here, model, capsys, line, says):
+def test_mistakes_in_megatrons_table(here, model, capsys, line, message):
     (here / "c.toml").write_text(f"[megatron]\n{line}\n")
-    assert says in refused(capsys, "train", "--config", "c.toml", "--model", str(model))
+    assert message in refused(capsys, "train", "--config", "c.toml", "--model", str(model))
     assert not (here / "runs").exists()
 
 
@@ -305,7 +307,7 @@ def test_a_model_without_weights(here, model, capsys, command):
     assert not (here / "runs").exists()
 
 
-def test_a_config_that_does_not_say_the_shape(here, model, capsys):
+def test_a_model_config_without_a_key_of_the_shape(here, model, capsys):
     (model / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != "rms_norm_eps"}))
     assert "does not say rms_norm_eps" in refused(capsys, "train", "--model", str(model))
 
@@ -319,16 +321,16 @@ def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "trains"), [("train", True), ("rollout", False), ("eval", False)])
-def test_servers_stand_beside_a_trainer_only_where_there_is_one(here, model, capsys, monkeypatch, command, trains):
+def test_servers_are_planned_with_a_trainer_only_for_training(here, model, capsys, monkeypatch, command, trains):
     def plan(*_, trains):
-        raise ConfigError(f"beside a trainer: {trains}")
+        raise ConfigError(f"with a trainer: {trains}")
 
     monkeypatch.setattr("agentrl.engine.sglang.plan.plan_servers", plan)
     words = ["--model", str(model), "--engine", "sglang"]
-    assert f"beside a trainer: {trains}" in refused(capsys, command, *words)
+    assert f"with a trainer: {trains}" in refused(capsys, command, *words)
 
 
-def test_unknown_key_in_toml_says_where_it_belongs(here, capsys):
+def test_the_error_for_a_misplaced_key_names_its_section(here, capsys):
     (here / "c.toml").write_text("[train]\nrollout_batch_size = 3\n")
     assert "it belongs in [rollout]" in refused(capsys, "train", "--config", "c.toml")
 
@@ -350,19 +352,19 @@ def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):
 
 
 @pytest.mark.parametrize("command", ["train", "train --train-only x", "rollout", "eval", "sft x"])
-def test_what_is_interrupted_before_it_has_a_folder_is_not_said_to_go_on(here, capsys, monkeypatch, command):
+def test_an_interrupt_before_there_is_a_run_folder_does_not_suggest_resume(here, capsys, monkeypatch, command):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"agentrl.cli.{command.split()[0]}_command.resolve", interrupt)
     assert main(command.split()) == 130
-    said = capsys.readouterr()
-    assert said.err.endswith(": interrupted\n")
-    assert "--resume" not in said.out
+    output = capsys.readouterr()
+    assert output.err.endswith(": interrupted\n")
+    assert "--resume" not in output.out
 
 
 @pytest.mark.parametrize("flag", SLIME_FLAGS)
-def test_every_flag_of_slime_is_taken_or_refused_by_name(flag, here, capsys):
+def test_every_flag_of_slime_is_accepted_or_refused_by_name(flag, here, capsys):
     name = flag[2:]
     if name.replace("-", "_") in FIELDS:
         return
@@ -416,12 +418,12 @@ class Ask(ToolEnv):
 NO_SYSTEM = (
     "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}" + TEMPLATE
 )
-DEAF = TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
+NO_SYSTEM_SHOWN = TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
 SHOWN = "{{ tools | tojson if tools }}" + TEMPLATE
 
 
-class TestTheTemplateIsAskedFirst:
-    """Before an engine starts: what an environment needs of the chat template."""
+class TestTheChatTemplateIsCheckedFirst:
+    """Before an engine starts, the chat template is checked for what the environment needs."""
 
     @pytest.fixture
     def run(self, here, model, capsys):
@@ -430,12 +432,12 @@ class TestTheTemplateIsAskedFirst:
             (here / "env.py").write_text(ENV.replace("PROMPT", prompt) + more)
             code = main(["eval", "--model", str(model), "--env", env, "--engine", "local"])
             err = capsys.readouterr().err
-            assert (here / "runs").exists() is (code == 1)  # it goes on to the weights, of which the folder has few
+            assert (here / "runs").exists() is (code == 1)  # then the weights are checked, which are incomplete
             return err
 
         return run
 
-    def test_tools_that_it_leaves_out(self, run):
+    def test_a_template_that_omits_tools(self, run):
         err = run(TEMPLATE)
         assert (
             "its chat template leaves tools out, so the policy would never hear of clock, look_up of environment Ask"
@@ -447,20 +449,20 @@ class TestTheTemplateIsAskedFirst:
         (SHOWN, ""), (TEMPLATE, "    shows_tools = True\n"), (TEMPLATE, "    action_format = 'search_r1'\n"),
         (TEMPLATE, "    system_prompt = 'Call clock(zone) or look_up(query).'\n"), (TEMPLATE, "    tools = []\n    look_up = None\n"),
     ])  # fmt: skip
-    def test_tools_that_it_shows_or_need_not(self, run, template, more):
+    def test_a_template_that_shows_tools_or_need_not(self, run, template, more):
         err = run(template, more)
         assert "leaves tools out" not in err
         assert "tensors are missing" in err
 
     @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
-    @pytest.mark.parametrize(("template", "said"), [
-        (NO_SYSTEM, "refuses a conversation of roles (system, user): no system role"), (DEAF, "leaves messages of role 'system' out"),
+    @pytest.mark.parametrize(("template", "message"), [
+        (NO_SYSTEM, "refuses a conversation of roles (system, user): no system role"), (NO_SYSTEM_SHOWN, "leaves messages of role 'system' out"),
     ])  # fmt: skip
-    def test_a_system_prompt_that_it_does_not_take(self, run, template, said, more):
-        assert said in run(template, f"{more}    shows_tools = True\n    system_prompt = 'Be brief.'\n")
+    def test_a_template_that_refuses_a_system_prompt(self, run, template, message, more):
+        assert message in run(template, f"{more}    shows_tools = True\n    system_prompt = 'Be brief.'\n")
 
     @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])
-    def test_a_role_of_a_task_that_it_does_not_know(self, run, more):
+    def test_a_template_that_omits_a_role_of_a_task(self, run, more):
         template = TEMPLATE.replace("in messages %}", "in messages if m.role in ('user', 'assistant', 'tool') %}")
         prompt = "({'role': 'developer', 'content': 'be brief'}, {'role': 'user', 'content': 'hello'})"
         err = run(template, f"{more}    shows_tools = True\n", prompt)
@@ -468,7 +470,7 @@ class TestTheTemplateIsAskedFirst:
         assert "leaves messages of role 'developer' out" in err
 
 
-def test_tokens_says_what_is_known_of_a_template(model, capsys):
+def test_tokens_reports_what_the_template_does(model, capsys):
     assert main(["tokens", "--model", str(model), "--width", "60"]) == 0
     out = capsys.readouterr().out
     assert "tools          LEFT OUT by the template" in out

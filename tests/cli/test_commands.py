@@ -1,4 +1,4 @@
-"""The commands over recorded episodes, given what they cannot read, what is cut short, and what is being written; and the kinds of export."""
+"""The commands for recorded episodes: unreadable, truncated and unfinished input, and the kinds of export."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ SHORT = ("--reward", f"{Path(__file__).parents[1] / 'lookup.py'}:short")
 
 @pytest.fixture
 def ready(lookup_run, tmp_path, tags, monkeypatch):
-    """A recorded run, and a command's words by its name; engine and trainer are doubles."""
+    """A recorded run, and command lines by name; engine and trainer are test doubles."""
     path, env = lookup_run
-    says = lambda r: script(dataclasses.replace(r, turn=1 + r.turn))  # noqa: E731
-    monkeypatch.setattr("agentrl.run.components.Components.engine", lambda self, *_: FakeEngine(tags, says))
+    reply = lambda r: script(dataclasses.replace(r, turn=1 + r.turn))  # noqa: E731
+    monkeypatch.setattr("agentrl.run.components.Components.engine", lambda self, *_: FakeEngine(tags, reply))
     monkeypatch.setattr("agentrl.run.components.Components.trainer", lambda self, path, *, reference: NoteTrainer())
     monkeypatch.setattr("agentrl.run.components.Components.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.data.task_sets.TaskSets.training", lambda self: [task])
@@ -59,7 +59,7 @@ def contents(*folders):
 
 
 def newer(path, env):
-    """Every record is of a version that is not known yet."""
+    """Give every record a later version."""
     (file,) = path.glob("episodes/*.zst")
     frames = [encode({**r, "version": VERSION + 1}) for r in read_records(path)]
     file.write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, frames)))
@@ -82,25 +82,22 @@ def empty(path, env):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
-    ("harm", "says"),
+    ("damage", "message"),
     [(newer, "written by a newer agentrl"), (damaged, "damaged in the record at byte 0"), (empty, "holds no episodes")],
 )
-async def test_a_store_that_cannot_be_read_is_one_sentence_and_changes_nothing(
-    ready, tmp_path, capsys, name, harm, says
-):
+async def test_an_unreadable_store_is_one_sentence_and_changes_nothing(ready, tmp_path, capsys, name, damage, message):
     path, env, words = ready
-    harm(path, env)
+    damage(path, env)
     before = contents(tmp_path)
     assert await command(*words[name]) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["replay", "rescore", "fork", "sft", "train --train-only"])
-async def test_an_environment_that_is_gone(ready, tmp_path, capsys, name):
-    """What runs it says so; what does not need it does without (below)."""
+async def test_a_missing_environment(ready, tmp_path, capsys, name):
     _path, env, words = ready
     env.unlink()
     before = contents(tmp_path)
@@ -114,7 +111,7 @@ async def test_an_environment_that_is_gone(ready, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", ["rescore", "export --html", "export --parquet", "export --hf-dataset"])
-async def test_what_needs_no_environment_does_without(ready, tmp_path, name):
+async def test_commands_that_need_no_environment(ready, tmp_path, name):
     _path, env, words = ready
     if "export" in name:
         pytest.importorskip("pyarrow")
@@ -123,7 +120,7 @@ async def test_what_needs_no_environment_does_without(ready, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["replay", "fork", "export --html"])
-async def test_an_episode_that_does_not_exist(ready, tmp_path, capsys, name):
+async def test_a_missing_episode(ready, tmp_path, capsys, name):
     _path, _, words = ready
     before = contents(tmp_path)
     given = [w if w != "2-0" else "2-1" for w in words[name]] + (["2-1"] if name == "replay" else [])
@@ -135,7 +132,7 @@ async def test_an_episode_that_does_not_exist(ready, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["replay", "RUN", "--no-such-flag"], "no-such-flag"),
         (["fork", "RUN", "2-0", "--turn", 9], "has turns 0 to 2"),
@@ -154,29 +151,29 @@ async def test_an_episode_that_does_not_exist(ready, tmp_path, capsys, name):
         (["replay", "RUN/config.toml"], "damaged in the record at byte 0"),
     ],
 )
-async def test_words_that_make_no_sense(ready, tmp_path, monkeypatch, capsys, words, says):
+async def test_invalid_command_lines(ready, tmp_path, monkeypatch, capsys, words, message):
     path, _, _ = ready
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path)
     assert await command(*(str(w).replace("RUN", str(path)) for w in words)) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert contents(tmp_path) == before
 
 
-async def test_without_settings_a_replay_cannot_know_how_episodes_were_made(ready, tmp_path, capsys):
+async def test_replay_needs_the_settings_of_the_run(ready, tmp_path, capsys):
     path, _, words = ready
     (path / "config.toml").unlink()
     assert await command(*words["replay"]) == 2
     assert "no config.toml of a run in this folder or above it" in capsys.readouterr().err
 
 
-# -- cut short, being written ------------------------------------------------------------------------------------------
+# -- truncated or unfinished ----------------------------------------------------------------------------------------------
 
 READ = tuple(n for n in ALL if n != "view")
 
 
 @pytest.mark.parametrize("name", READ)
-async def test_a_truncated_file_is_taken_as_far_as_it_goes(ready, capsys, name):
+async def test_a_truncated_file_is_read_up_to_its_end(ready, capsys, name):
     path, _, words = ready
     if "export" in name:
         pytest.importorskip("pyarrow")
@@ -190,7 +187,7 @@ async def test_a_truncated_file_is_taken_as_far_as_it_goes(ready, capsys, name):
 
 
 @pytest.mark.parametrize("name", READ)
-async def test_a_run_that_is_being_written_is_read_so_far_and_left_alone(ready, tmp_path, capsys, name):
+async def test_a_run_that_is_being_written_is_read_and_not_changed(ready, tmp_path, capsys, name):
     path, _, words = ready
     if "export" in name:
         pytest.importorskip("pyarrow")
@@ -215,8 +212,7 @@ async def test_a_run_that_is_being_written_is_read_so_far_and_left_alone(ready, 
     assert (path / "rescore.json").exists()
 
 
-def test_a_writer_that_is_gone_writes_no_more(tmp_path):
-    """Its lock ends with it, also where it did not close its file."""
+def test_the_lock_of_a_writer_ends_with_the_writer(tmp_path):
     writer = EpisodeWriter(tmp_path)
     assert Recording(tmp_path).being_written
     del writer
@@ -230,15 +226,15 @@ def test_a_writer_that_is_gone_writes_no_more(tmp_path):
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_view_opens_answers_and_ends(ready, sign):
     path, _, _ = ready
-    command = [sys.executable, "-m", "agentrl.cli", "view", str(path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    command_line = [sys.executable, "-m", "agentrl.cli", "view", str(path), "--port", "0"]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         url = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline()).group()
-        with urllib.request.urlopen(url) as answer:
-            assert b"<title>agentrl</title>" in answer.read()
-        with urllib.request.urlopen(f"{url}api/run") as answer:
-            assert json.load(answer)["state"]["episodes"] == 6
-        with urllib.request.urlopen(f"{url}api/episode?id=2-0") as answer:
-            assert "".join(json.load(answer)["segments"][0]["text"]).startswith("<|im_start|>user")
+        with urllib.request.urlopen(url) as response:
+            assert b"<title>agentrl</title>" in response.read()
+        with urllib.request.urlopen(f"{url}api/run") as response:
+            assert json.load(response)["state"]["episodes"] == 6
+        with urllib.request.urlopen(f"{url}api/episode?id=2-0") as response:
+            assert "".join(json.load(response)["segments"][0]["text"]).startswith("<|im_start|>user")
         server.send_signal(sign)
         assert server.wait(30) == 0
         assert server.stderr.read() == ""
@@ -247,7 +243,7 @@ def test_view_opens_answers_and_ends(ready, sign):
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-async def test_export_writes_what_it_says_and_nothing_over_a_file(ready, tmp_path, capsys):
+async def test_export_writes_its_target_and_overwrites_nothing(ready, tmp_path, capsys):
     pq = pytest.importorskip("pyarrow.parquet")
     path, _, words = ready
     for name, target in (("--html", "e.html"), ("--parquet", "e.parquet"), ("--hf-dataset", "data")):
@@ -268,7 +264,7 @@ async def test_export_writes_what_it_says_and_nothing_over_a_file(ready, tmp_pat
 
 
 async def test_an_export_that_fails_midway_leaves_nothing(ready, tmp_path, capsys):
-    """The first record can be read, the last is damaged; the index says that all is well."""
+    """The first record can be read, the last is damaged, and the index does not show it."""
     pytest.importorskip("pyarrow")
     path, _, words = ready
     (file,) = path.glob("episodes/*.zst")

@@ -103,7 +103,7 @@ def test_the_batch_equation_prints_both_sides():
     ],
     ids=str,
 )
-def test_what_cannot_be_is_one_sentence_that_names_the_flag(layer, message):
+def test_an_invalid_setting_is_one_sentence_that_names_the_flag(layer, message):
     with pytest.raises(ConfigError, match=message) as e:
         build_config(layer)
     assert "\n" not in str(e.value)
@@ -131,7 +131,7 @@ def test_bounds(name, key, bound):
 
 @pytest.mark.parametrize("name", [n for n, info in NUMBERS.items() if plain_type(info.annotation) is float])
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_no_number_is_endless(name, value):
+def test_numbers_must_be_finite(name, value):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be a finite number, found {value}"):
         build_config({name: value})
 
@@ -143,7 +143,7 @@ def test_every_number_has_a_bound():
     assert {name for name, info in NUMBERS.items() if not describe_bounds(info)} == in_validators
 
 
-# Values that the same settings took and refused as plain dataclasses, before they had bounds in their fields.
+# What is accepted and refused must not change: config.toml files and command lines rely on it.
 @pytest.mark.parametrize(
     ("name", "given", "value"),
     [
@@ -160,7 +160,7 @@ def test_every_number_has_a_bound():
         ("reward", ("a", "b"), ("a", "b")),
     ],
 )
-def test_what_is_converted(name, given, value):
+def test_values_that_are_converted(name, given, value):
     found = getattr(getattr(build_config({name: given}), FIELDS[name]), name)
     assert found == value
     assert type(found) is type(value)
@@ -177,7 +177,7 @@ def test_what_is_converted(name, given, value):
         ("env_args", [("a", 1)]),
     ],
 )
-def test_what_is_not_converted(name, given):
+def test_values_that_are_refused(name, given):
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be"):
         build_config({name: given})
 
@@ -232,7 +232,7 @@ def test_a_mistake_in_a_file_names_the_file_and_what_to_do(tmp_path, text, messa
     assert str(path) in str(e.value)
 
 
-def test_a_file_that_is_not_there_or_not_text(tmp_path):
+def test_a_file_that_is_missing_or_not_text(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_toml(tmp_path / "none.toml")
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
@@ -270,7 +270,7 @@ SOME = st.fixed_dictionaries(
 
 
 @given(SOME)
-def test_to_toml_is_read_again_as_it_was(tmp_path_factory, layer):
+def test_to_toml_reads_back_equal(tmp_path_factory, layer):
     config = build_config(layer)
     again = build_config(read_toml(toml(tmp_path_factory.mktemp("c"), config.to_toml())))
     assert again == config
@@ -283,7 +283,7 @@ def test_the_log_level_is_not_recorded():
     assert "log_level" not in config.to_toml()
 
 
-def test_none_can_be_said_in_a_file_and_on_the_command_line():
+def test_none_can_be_written_in_a_file_and_on_the_command_line():
     assert build_config({"eval_limit": "none"}).eval.eval_limit is None
     assert tomllib.loads(build_config({"eval_limit": "none"}).to_toml())["eval"]["eval_limit"] == "none"
     with pytest.raises(ConfigError, match="--seed"):
@@ -325,7 +325,7 @@ def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["lr=0.1", "at 12:30", "a.py", "x.py=1", "y.py:Z=2", "q@[1:2]"])
-def test_a_path_may_hold_what_else_sets_apart(tmp_path, monkeypatch, folder):
+def test_a_path_may_contain_characters_that_separate_elsewhere(tmp_path, monkeypatch, folder):
     where = tmp_path / folder
     where.mkdir()
     monkeypatch.chdir(where)
@@ -361,7 +361,7 @@ def test_the_name_of_a_run_folder(tmp_path, name, folder):
     assert next_free(tmp_path, name) == tmp_path / f"{folder}-001"
 
 
-def test_a_yes_or_no_flag_takes_no_other_word():
+def test_a_bare_switch_gets_its_value():
     words = "replay --keep-whole-outputs RUN --tensorboard false --colocate --lr 1".split()
     assert (
         complete_switches(words)

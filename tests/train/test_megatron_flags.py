@@ -1,4 +1,4 @@
-"""Megatron's flags, read from its source, are those of its dataclasses, and need no torch."""
+"""Megatron's flags are the fields of its dataclasses, read from its source without importing torch."""
 
 import subprocess
 import sys
