@@ -1,19 +1,4 @@
-"""`Env` and `ToolEnv`: what users subclass.
-
-    class Guess(Env):
-        rewards = [closeness]
-
-        def reset(self, task, *, seed):
-            self.secret = task.label
-            return f"{task.prompt} Use at most five guesses."
-
-        def step(self, action):
-            ...
-            return StepResult("higher", terminated=False)
-
-One instance per episode, and one that is closed again before a run starts; constructor arguments are its config. Methods may be sync (they
-run in a bounded pool of threads) or async. An Env never sees a tokenizer.
-"""
+"""`Env` and `ToolEnv`, the base classes of environments, and the registry of environments by name."""
 
 from __future__ import annotations
 
@@ -30,83 +15,146 @@ from agentrl.types import Action, Message, Observation, StepResult, Task
 
 
 def overridable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For type checkers: a subclass may override this async method by a sync one as well."""
+    """Hide the method's type, so that a subclass may override an async method by a sync one."""
     return method
 
 
 First = Observation | str | Sequence[Message]
-"""what `reset` may return"""
+"""the return type of `Env.reset`"""
 
 
 class Env:
-    """An environment: one episode of one task. Subclass and override `step`, and `reset` where the first observation is not the task's prompt."""
+    """The base class of environments. One instance plays one episode of one task.
+
+    Override `step`, and the other methods where their defaults do not fit. `reset`, `step`, `close` and `@tool` methods may be sync, and then
+    run in a thread, or async. The constructor's arguments are the environment's settings (`--env-arg NAME=VALUE`). One more instance is
+    created and closed before a run, to check them. An environment handles messages and actions, never tokens.
+
+    Example:
+        >>> class Guess(Env):
+        ...     def reset(self, task, *, seed):
+        ...         self.secret = task.label
+        ...         return f"{task.prompt} Answer with one number."
+        ...
+        ...     def step(self, action):
+        ...         if not action.text.strip().isdigit():
+        ...             return StepResult("That is not a number.", reward=-0.1)
+        ...         guess = int(action.text)
+        ...         if guess == self.secret:
+        ...             return StepResult(reward=1.0, terminated=True)
+        ...         return StepResult("higher" if guess < self.secret else "lower")
+        >>> env = Guess()
+        >>> env.reset(Task("0", "Which number do I think of?", label=7), seed=0)
+        'Which number do I think of? Answer with one number.'
+        >>> env.step(Action("5")).observation
+        'higher'
+    """
 
     name: ClassVar[str] = ""
-    """shown in records and tables; default: the class name"""
+    """shown in records and tables; empty: the class name"""
     rewards: ClassVar[Sequence[Any]] = ()
-    """`@reward` functions of the finished trajectory, unless `--reward` says otherwise"""
+    """`@reward` functions, or their names, that score the episodes; `--reward` overrides them"""
     tools: ClassVar[Sequence[Any]] = ()
-    """`@tool` functions, `Tool` classes; `@tool` methods are found by themselves"""
+    """`@tool` functions, `Tool` classes and `Tool` objects; `@tool` methods need not be listed"""
     action_format: ClassVar[str | None] = None
-    """how actions are written: a name of agentrl.render.FORMATS ('search_r1', 'hermes', …); None: the model family's own"""
+    """how the policy writes its actions: a name in agentrl.render.FORMATS ('search_r1', 'hermes', …); None: the model family's format"""
     system_prompt: ClassVar[str | None] = None
-    """put before the first observation"""
+    """the content of a system message before the first observation; None: no such message"""
     shows_tools: ClassVar[bool] = False
-    """its prompts say themselves what its tools are and how to call them, so that a chat template that leaves them out will do"""
+    """True: its prompts describe the tools and how to call them, so a chat template that cannot show tools is accepted"""
     context_policy: ClassVar[Any] = None
-    """what leaves a conversation that grows long: `DropOldTurns()`, `TruncateOldResults()`, `Summarise(write)` of agentrl.render, or any
-    function (or method) of a `ContextView` that returns the messages to go on with, or None to leave them; None: nothing leaves it"""
+    """shortens long conversations: `DropOldTurns()`, `TruncateOldResults()` or `Summarise(write)` of agentrl.render.context_policy, or a function
+    or method of a `ContextView` that returns the new messages, or None for no change; None: conversations are never shortened"""
     eval_score: ClassVar[str] = "reward"
     """the evaluation score shown in the closing summary and the curve: 'reward', or the name of a reward component"""
     eval_groups: ClassVar[Sequence[str]] = ()
     """keys of `Task.metadata` by whose values the mean reward of an evaluation is also reported (`eval/test/reward_hops2`)"""
     threads: ClassVar[int] = 32
-    """sync methods at once, over all episodes of this class"""
+    """sync methods that run at the same time, over all episodes of this class"""
     input_key: ClassVar[str] = "prompt"
-    """column of data files that holds the prompt, unless `--input-key` says otherwise"""
+    """column of data files that holds the prompt; `--input-key` overrides it"""
     label_key: ClassVar[str] = "label"
-    """column of data files that holds the label, unless `--label-key` says otherwise"""
+    """column of data files that holds the label; `--label-key` overrides it"""
     timeout_s: ClassVar[float] = 120.0
-    """for one call of reset, step or close"""
+    """time limit of the constructor and of each call of reset, step, state and close, in seconds"""
 
     @overridable
     async def reset(self, task: Task, *, seed: int) -> First:
-        """Begin the task; what it returns is the first observation. Default: the task's prompt."""
+        """Begin an episode. Called once, before `step`. The default returns the task's prompt.
+
+        Args:
+            task: the task to play.
+            seed: seed for all random choices of the environment. The same seed must lead to the same episode.
+
+        Returns:
+            The first observation: an `Observation`, a str, or a list of messages. It must not be empty.
+
+        Raises:
+            InfraError: infrastructure failed. The episode is started again, and is not scored.
+        """
         return task.messages
 
     @overridable
     async def step(self, action: Action) -> StepResult:
-        """Take the policy's action (its tool calls executed, `action.results` filled) and answer."""
+        """Play one turn.
+
+        Args:
+            action: the parsed generation of the policy. Its tool calls have been executed; `action.results` holds their results.
+
+        Returns:
+            A `StepResult` with the observation and the reward of this turn. Unless it ends the episode, its observation must not be empty.
+
+        Raises:
+            InfraError: infrastructure failed. The episode is started again, and is not scored. Any other exception has the same effect, as
+                do calls that exceed `timeout_s`.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define step(action) -> StepResult")
 
     @overridable
     async def close(self) -> None:
-        """Free what reset took. Always called, exactly once, also after an exception, a timeout or a cancel."""
+        """Free resources. Called exactly once per instance, also after an exception, a timeout or a cancellation."""
 
     def state(self) -> Mapping[str, Any]:
-        """What rewards and the record may see of the final state; JSON values. Called once, before `close`."""
+        """The final state of the episode, for rewards and the record. Called once, before `close`.
+
+        Returns:
+            JSON values by name. Rewards read them as `trajectory.state`.
+        """
         return {}
 
     @classmethod
     def tasks(cls, split: str) -> Iterable[Task]:
-        """The environment's own tasks of a split ('train', 'test'); `--prompt-data` overrides them."""
+        """The environment's own tasks. `--prompt-data` and `--eval-prompt-data` override them.
+
+        Args:
+            split: 'train' or 'test'.
+
+        Returns:
+            The tasks, always in the same order.
+
+        Raises:
+            ConfigError: the environment has no tasks, or none of this split.
+        """
         raise ConfigError(f"environment {cls.label()} has no tasks of its own; give --prompt-data FILE")
 
     @classmethod
     def check_task(cls, task: Task) -> None:
-        """Refuse a task that this environment cannot run, before anything starts.
+        """Check a task before the run starts. The default accepts every task.
+
+        Args:
+            task: a task from a data file or from `tasks`.
 
         Raises:
-            DataError: what is wrong with it.
+            DataError: the environment cannot play this task; the message states why.
         """
 
     @classmethod
     def label(cls) -> str:
-        """The name in records and tables."""
+        """The name shown in records and tables."""
         return cls.name or cls.__name__
 
     def tool_specs(self) -> list[ToolSpec]:
-        """The tools of this instance: `tools`, then `@tool` methods. Tool classes get an instance of their own (kept in `tool_instances`)."""
+        """The tools of this instance: those in `tools`, then the `@tool` methods. `Tool` classes are instantiated (see `tool_instances`)."""
         specs = []
         for item in self.tools:
             obj = item() if inspect.isclass(item) and issubclass(item, Tool) else item
@@ -123,17 +171,37 @@ class Env:
 
     @property
     def tool_instances(self) -> list[Tool]:
-        """`Tool` objects of this episode; the runner sets them up and closes them."""
-        found: list[Tool] = self.__dict__.setdefault("_tool_instances", [])
-        return found
+        """The `Tool` objects of this episode; the runner sets them up and closes them."""
+        instances: list[Tool] = self.__dict__.setdefault("_tool_instances", [])
+        return instances
 
 
 class ToolEnv(Env):
-    """An environment that needs only tools and a reward: tool results are its observations, an answer or a turn without a call ends it."""
+    """An environment that consists of tools and a reward.
+
+    Its observations are the tool results and messages about calls that could not be parsed. An answer ends the episode, as does a turn
+    without a tool call.
+
+    Example:
+        >>> from agentrl import reward, tool
+        >>> @reward
+        ... def exact_match(trajectory):
+        ...     return float(trajectory.answer == trajectory.label)
+        >>> class Capitals(ToolEnv):
+        ...     action_format = "search_r1"
+        ...     rewards = [exact_match]
+        ...
+        ...     @tool
+        ...     def search(self, query: str) -> str:
+        ...         '''Look up a country.'''
+        ...         return {"France": "Paris"}.get(query, "nothing found")
+        >>> [spec.name for spec in Capitals().tool_specs()]
+        ['search']
+    """
 
     @overridable
     async def step(self, action: Action) -> StepResult:
-        """Results become tool messages; what could not be parsed is told to the policy; otherwise the episode is over."""
+        """Return the tool results as the observation; see `Env.step`."""
         if action.answer is not None:
             return StepResult(terminated=True)
         messages = tool_messages(action)
@@ -141,7 +209,7 @@ class ToolEnv(Env):
 
 
 def tool_messages(action: Action) -> list[Message]:
-    """One tool message per result, and one user message saying what could not be parsed."""
+    """One message per tool result, and one with the errors of calls that could not be parsed."""
     messages: list[Message] = [
         {
             "role": "tool",
@@ -166,10 +234,10 @@ def constructor_is_trivial(make: Callable[[], Env], env_class: type[Env]) -> boo
 
 
 def check_reward(value: Any, env_class: type[Env]) -> float:
-    """A step reward as a float.
+    """The step reward as a float.
 
     Raises:
-        ContractError: not a finite number.
+        ContractError: it is not a finite number.
     """
     try:
         number = float(value)
@@ -181,41 +249,54 @@ def check_reward(value: Any, env_class: type[Env]) -> float:
 
 
 def _only_env(module: Any) -> Any:
-    """The one Env subclass that a file defines."""
-    found = [
+    """The Env subclass that a file defines, if there is exactly one."""
+    classes = [
         c
         for c in vars(module).values()
         if inspect.isclass(c) and issubclass(c, Env) and c.__module__ == module.__name__
     ]
-    return found[0] if len(found) == 1 else None
+    return classes[0] if len(classes) == 1 else None
 
 
 ENVS = Registry("env", {"search_r1": "agentrl.envs.search_r1:SearchR1"}, default=_only_env)
-"""Environments by name."""
 
 
 def register_env(name: str) -> Callable[[type[Env]], type[Env]]:
-    """Decorator: make an Env class known as `--env NAME`."""
+    """Class decorator that registers an Env as `--env NAME`.
+
+    Args:
+        name: the name for the command line.
+
+    Example:
+        >>> @register_env("coin")
+        ... class Coin(Env):
+        ...     def step(self, action):
+        ...         return StepResult(terminated=True)
+        >>> make_env_class("coin").__name__
+        'Coin'
+    """
     return ENVS.register(name)
 
 
 def make_env_class(name: str) -> type[Env]:
-    """The Env class behind `--env NAME`.
+    """The Env class of `--env NAME`.
 
     Raises:
-        UnknownNameError, ConfigError, ContractError: unknown, not importable, or no Env.
+        UnknownNameError: the name is not registered.
+        ConfigError: the file or module cannot be imported.
+        ContractError: the object is not a subclass of Env.
     """
-    found = ENVS.resolve(name)
-    if not (inspect.isclass(found) and issubclass(found, Env)):
-        raise ContractError(f"--env {name}: expected a subclass of agentrl.Env, found {found!r:.80}")
-    return found
+    env_class = ENVS.resolve(name)
+    if not (inspect.isclass(env_class) and issubclass(env_class, Env)):
+        raise ContractError(f"--env {name}: expected a subclass of agentrl.Env, found {env_class!r:.80}")
+    return env_class
 
 
 def check_env_args(cls: type[Env], args: Mapping[str, Any]) -> None:
-    """Refuse constructor arguments that the environment does not take, with a suggestion, and missing ones.
+    """Check the constructor arguments of an environment.
 
     Raises:
-        ConfigError: which one.
+        ConfigError: an argument is missing or unknown.
     """
     parameters = inspect.signature(cls).parameters
     for name, p in parameters.items():

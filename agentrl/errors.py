@@ -80,7 +80,15 @@ class TooManyFailuresError(AgentRLError, RuntimeError):
 
 
 class InfraError(AgentRLError, RuntimeError):
-    """Raised by a user's tool or environment for a failure of infrastructure, which the policy did not cause."""
+    """Raise it in a tool or an environment for a failure of infrastructure, which the policy did not cause.
+
+    A tool call is then retried. An episode whose attempts all fail is lost, and is not scored.
+
+    Example:
+        >>> raise InfraError("the index server does not answer")
+        Traceback (most recent call last):
+        agentrl.errors.InfraError: the index server does not answer
+    """
 
 
 class Failure(AgentRLError, RuntimeError):
@@ -132,7 +140,7 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
         if not isinstance(error, Exception) or isinstance(error, (Failure, UsageError)):
             return
         if isinstance(error, TimeoutError):
-            raise self.failure(f"{self.where} ran out of time", f"{self.where}: timeout") from error
+            raise self.failure(f"{self.where} timed out", f"{self.where}: timeout") from error
         name = type(error).__name__
         file, line = place(error, _is_users)
         raise self.failure(f"{self.where} raised {name}: {error} ({file}:{line})", f"{self.where}: {name}") from error

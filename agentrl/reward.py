@@ -1,11 +1,6 @@
-"""`@reward`: functions of a finished trajectory, or of a whole group, whose weighted sum is the episode's score.
+"""`@reward` functions, their registry, and the scorer that calls them.
 
-    @reward(weight=1.0)
-    def exact_match(trajectory):
-        return float(trajectory.answer == trajectory.label)
-
-A reward may be sync or async and returns a number, a dict of named components, or None (it abstains: left out of the score, and
-counted). Rewards read structured actions and environment state, never prompt text or tool output.
+Rewards read structured actions and the environment's state, never prompt text or tool output.
 """
 
 from __future__ import annotations
@@ -25,18 +20,20 @@ from agentrl.types import Trajectory
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its weight. Calling it calls the function."""
+    """A reward function with its name and weight, as made by `@reward`. It is callable like the function."""
 
     fn: Callable[..., Any]
     name: str
+    """of the component in records and metrics"""
     weight: float = 1.0
-    """0: reported, not part of the score"""
+    """factor in the score; 0: reported, not part of the score"""
     group: bool = False
-    """takes a list of trajectories of one task and returns a list as long"""
+    """True: called with all trajectories of a group, and returns one value for each"""
     timeout_s: float = 60.0
+    """time limit of one call, in seconds"""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself."""
+        """Call the function."""
         return self.fn(*args, **kwargs)
 
 
@@ -55,7 +52,34 @@ def reward(
     group: bool = False,
     timeout_s: float = 60.0,
 ) -> Any:
-    """Make a function a reward, and register it under its name for `--reward`."""
+    """Decorator that makes a function a reward and registers its name for `--reward`.
+
+    The function is called with the finished `Trajectory` of each episode that did not fail, and may be sync or async. It returns a number, a
+    dict of named components, or None, which leaves the episode out of the component's mean and its score.
+
+    Args:
+        fn: the function.
+        weight: factor of the component in the score; 0: reported, not part of the score.
+        name: of the component; None: the function's name.
+        group: the function is called with a list of all trajectories of a group, and returns a list with one value for each.
+        timeout_s: time limit of one call, in seconds.
+
+    Returns:
+        A `Reward`, callable like the function.
+
+    Raises:
+        RewardFailure: when the reward is called: it raised, timed out, or returned something else. The episode is then not scored.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> @reward(weight=0.5)
+        ... def exact_match(trajectory):
+        ...     return float(trajectory.answer == trajectory.label)
+        >>> exact_match(SimpleNamespace(answer="Paris", label="Paris"))
+        1.0
+        >>> exact_match.name, exact_match.weight
+        ('exact_match', 0.5)
+    """
 
     def make(f: Callable[..., Any]) -> Reward:
         made = Reward(f, name or str(getattr(f, "__name__", "reward")), weight, group, timeout_s)
@@ -66,20 +90,23 @@ def reward(
 
 
 REWARDS = Registry("reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl.rewards.answers:f1"})
-"""Rewards by name."""
 
 
 def resolve_rewards(items: Sequence[Any]) -> tuple[Reward, ...]:
-    """Reward objects from Reward objects, plain functions or specs 'NAME', 'NAME=WEIGHT', 'module:fn', 'file.py:fn'."""
+    """The rewards of Reward objects, functions, or names 'NAME', 'module:fn', 'file.py:fn', each optionally with '=WEIGHT'.
+
+    Raises:
+        ConfigError, ContractError, UnknownNameError: an item is not a reward, or two have the same name.
+    """
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise ContractError(f"rewards must be a list of functions or names, found {items!r:.80}; write rewards = [...]")
-    found: list[Reward] = []
+    rewards: list[Reward] = []
     for item in items:
-        made = _resolve(item)
-        if any(r.name == made.name for r in found):
-            raise ConfigError(f"two rewards are called {made.name!r}; give one of them another name")
-        found.append(made)
-    return tuple(found)
+        resolved = _resolve(item)
+        if any(r.name == resolved.name for r in rewards):
+            raise ConfigError(f"two rewards are called {resolved.name!r}; give one of them another name")
+        rewards.append(resolved)
+    return tuple(rewards)
 
 
 def _resolve(item: Any) -> Reward:
@@ -87,21 +114,21 @@ def _resolve(item: Any) -> Reward:
         return item
     if isinstance(item, str):
         spec, weight = split_weight(item)
-        made = _resolve(REWARDS.resolve(spec))
+        resolved = _resolve(REWARDS.resolve(spec))
         try:
-            number = float(weight or made.weight)
+            number = float(weight or resolved.weight)
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(f"--reward {item}: the weight after '=' must be a number, found {weight!r}")
-        return replace(made, weight=number)
+        return replace(resolved, weight=number)
     if callable(item):
         return Reward(item, getattr(item, "__name__", "reward"))
     raise ContractError(f"a reward must be a function, found {type(item).__name__}")
 
 
 class Scorer:
-    """Runs rewards over trajectories under their time limits; sync ones in a pool of their own."""
+    """Calls rewards under their time limits; sync ones run in a separate thread pool."""
 
     def __init__(self, rewards: Sequence[Reward], threads: int = 8) -> None:
         self.single = tuple(r for r in rewards if not r.group)
@@ -112,7 +139,7 @@ class Scorer:
         """The trajectory with the components of all single rewards.
 
         Raises:
-            RewardFailure: a reward raised, ran out of time or returned something that is no number.
+            RewardFailure: a reward raised, timed out or did not return a number.
         """
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
         for r in self.single:
@@ -125,22 +152,22 @@ class Scorer:
         """The trajectories with the components of all group rewards.
 
         Raises:
-            RewardFailure: as in `score`, or not one value per trajectory.
+            RewardFailure: as in `score`, or a reward did not return one value per trajectory.
         """
-        done = list(trajectories)
+        scored = list(trajectories)
         for r in self.group:
             with boundary(RewardFailure, f"reward {r.name}"):
-                outs = list(await self.pool.call(r.fn, list(done), timeout_s=r.timeout_s))
-            if len(outs) != len(done):
+                outs = list(await self.pool.call(r.fn, list(scored), timeout_s=r.timeout_s))
+            if len(outs) != len(scored):
                 raise RewardFailure(
-                    f"group reward {r.name} returned {len(outs)} values for {len(done)} trajectories",
+                    f"group reward {r.name} returned {len(outs)} values for {len(scored)} trajectories",
                     f"reward {r.name}: length",
                 )
             for i, out in enumerate(outs):
-                values, weights = dict(done[i].rewards), dict(done[i].weights)
+                values, weights = dict(scored[i].rewards), dict(scored[i].weights)
                 _add(r, out, values, weights)
-                done[i] = replace(done[i], rewards=values, weights=weights)
-        return done
+                scored[i] = replace(scored[i], rewards=values, weights=weights)
+        return scored
 
     def close(self) -> None:
         """Let the pool's idle threads end."""

@@ -1,16 +1,6 @@
-"""What users write: `@tool` functions and methods, and `Tool` for tools with state. How they are called is in rollout/tool_executor.py.
+"""`@tool` functions and methods, and `Tool` for tools with state. rollout/tool_executor.py calls them.
 
-    @tool
-    def add(a: int, b: int) -> int:
-        '''Add two numbers.
-
-        Args:
-            a: the first
-            b: the second
-        '''
-        return a + b
-
-The schema the policy sees comes from the type hints and the docstring; arguments are checked and coerced by it.
+The policy sees a schema made of the type hints and the docstring; the arguments of its calls are validated with it.
 """
 
 from __future__ import annotations
@@ -36,23 +26,28 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """How a tool may be used. Defaults suit a retriever."""
+    """The limits of a tool; the keyword arguments of `@tool`. The defaults suit a retriever.
+
+    Example:
+        >>> ToolLimits(timeout_s=5.0, retries=0).max_concurrency
+        64
+    """
 
     timeout_s: float = 30.0
-    """for one attempt"""
+    """time limit of one attempt, in seconds; when it expires, the policy reads an error"""
     max_concurrency: int = 64
-    """calls at once, over all episodes"""
+    """concurrent calls, over all episodes"""
     retries: int = 1
-    """further attempts after an infrastructure failure (never after an ordinary exception)"""
+    """further attempts after a failure of infrastructure (`InfraError`, connection errors); other exceptions are not retried"""
     max_result_bytes: int = 32_768
-    """longer results are cut at a character boundary, before they are tokenised"""
+    """longer results are truncated at a character boundary"""
     max_hung: int = 8
-    """sync calls that may hang past their time limit before the tool fails at once"""
+    """sync calls that may hang past their time limit; once this many hang, further calls fail at once"""
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A callable with the schema that the policy sees and the limits it runs under."""
+    """A callable, the schema that the policy sees, and the limits of its calls."""
 
     name: str
     description: str
@@ -60,21 +55,22 @@ class ToolSpec:
     """JSON Schema of the arguments"""
     fn: Callable[..., Any]
     model: type[BaseModel]
+    """validates the arguments"""
     limits: ToolLimits = field(default_factory=ToolLimits)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The OpenAI-style function schema that chat templates take."""
+        """The function schema in OpenAI's format, as chat templates accept it."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
         }
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Check and coerce the arguments of a call.
+        """The validated and converted arguments of a call.
 
         Raises:
-            ValueError: a sentence that the policy can act on.
+            ValueError: arguments are missing, unknown or of the wrong type; the message is written for the policy.
         """
         try:
             parsed = self.model.model_validate(dict(given))
@@ -85,20 +81,44 @@ class ToolSpec:
 
 
 class Tool:
-    """A tool with state: one instance per episode. Override `call`, and `setup` and `close` where needed."""
+    """A tool with state, listed in `Env.tools`. One instance is created per episode.
+
+    Define `call`, and override `setup` and `close` where needed; each may be sync or async. The schema is made of the signature and the
+    docstring of `call`.
+
+    Example:
+        >>> class Notebook(Tool):
+        ...     def setup(self, seed):
+        ...         self.lines = []
+        ...
+        ...     def call(self, line: str) -> str:
+        ...         '''Write a line into the notebook and read all lines.
+        ...
+        ...         Args:
+        ...             line: the text to write
+        ...         '''
+        ...         self.lines.append(line)
+        ...         return " / ".join(self.lines)
+        >>> spec_of(Notebook()).schema["function"]["name"]
+        'notebook'
+    """
 
     name: ClassVar[str] = ""
-    """what the policy calls it; default: the class name in snake case"""
+    """the name that the policy uses; empty: the class name in snake case"""
     limits: ClassVar[ToolLimits] = ToolLimits()
 
     async def setup(self, seed: int) -> None:
-        """Called once before the first call."""
+        """Prepare the tool. Called once per episode, before the first call.
+
+        Args:
+            seed: seed for all random choices of the tool in this episode.
+        """
 
     async def close(self) -> None:
-        """Called once, always."""
+        """Free resources. Called once per episode, also after a failure or a cancellation."""
 
     call: Callable[..., Any]
-    """the tool itself, sync or async; its signature and docstring make the schema"""
+    """the function that the policy calls; what it returns becomes text (see `@tool`)"""
 
 
 @overload
@@ -106,7 +126,35 @@ def tool(fn: F, /) -> F: ...
 @overload
 def tool(*, name: str | None = None, **limits: Any) -> Callable[[F], F]: ...
 def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
-    """Make a function or an Env's method a tool. Keyword arguments are those of `ToolLimits`. The function stays callable as it was."""
+    """Decorator that makes a function, or a method of an Env, a tool.
+
+    The function may be sync or async, and remains callable as before. What it returns becomes text: str unchanged, other values as JSON; an
+    image, or a list of text and image parts, is passed to the model. An exception becomes an error message that the policy reads, except
+    `InfraError`, which is retried and then fails the episode.
+
+    Args:
+        fn: the function. Its type hints and its docstring (summary and Args section) make the schema.
+        name: the name that the policy uses; None: the function's name.
+        **limits: fields of `ToolLimits`.
+
+    Raises:
+        ContractError: the name or the signature cannot be used for a tool; raised when the schema is made.
+
+    Example:
+        >>> @tool(timeout_s=5.0)
+        ... def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: the first number
+        ...         b: the second number
+        ...     '''
+        ...     return a + b
+        >>> add(1, 2)
+        3
+        >>> spec_of(add).parameters["properties"]["a"]
+        {'description': 'the first number', 'type': 'integer'}
+    """
 
     def mark(f: F) -> F:
         setattr(f, _MARK, (name or f.__name__, ToolLimits(**limits)))
@@ -116,15 +164,15 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
 
 
 def tools_of(obj: object) -> list[ToolSpec]:
-    """The `@tool` methods of an object, in the order they are written (base classes first).
+    """The `@tool` methods of an object, in the order of their definition (base classes first).
 
-    A method that overrides one stays a tool without being marked again; set to None, it is a tool no more.
+    A method that overrides a tool is a tool without the decorator. A subclass removes a tool by setting its name to None.
     """
     return [_spec(fn, *mark) for n, mark in _marks(type(obj)).items() if (fn := getattr(obj, n)) is not None]
 
 
 def tool_names(cls: type) -> list[str]:
-    """What the policy calls the tools that a class declares: those in `tools`, then its `@tool` methods."""
+    """The names of the tools that a class declares: those in `tools`, then its `@tool` methods."""
     listed = [_name_of(obj) for obj in getattr(cls, "tools", ())]
     return listed + [name for n, (name, _) in _marks(cls).items() if getattr(cls, n) is not None]
 
@@ -147,20 +195,20 @@ def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
     """The spec of a `@tool` function or bound method, a `Tool` instance, or a plain function.
 
     Raises:
-        ContractError: no type hints that make a schema.
+        ContractError: the name or the signature makes no schema.
     """
     if isinstance(obj, Tool):
         if not callable(getattr(obj, "call", None)):
-            raise ContractError(f"tool {type(obj).__name__} has no method `call`")
+            raise ContractError(f"tool {type(obj).__name__} has no method `call`; define call(self, ...)")
         return _spec(obj.call, _name_of(obj), obj.limits)
     return _spec(obj, _name_of(obj), getattr(obj, _MARK, (None, ToolLimits()))[1])
 
 
 def _spec(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
-    """Build (once per underlying function and name) the schema, then bind it to this callable."""
+    """The spec of a callable; schemas are cached by function and name."""
     if not _NAME.fullmatch(name):
         raise ContractError(
-            f"a tool's name is 1 to 64 letters, digits, '_', '-' or '.', found {name!r} for {fn!r:.80}; give @tool(name=...)"
+            f"a tool's name must be 1 to 64 letters, digits, '_', '-' or '.'; found {name!r} for {fn!r:.80}; give @tool(name=...)"
         )
     build = _built if inspect.isroutine(fn) else _build
     return replace(build(getattr(fn, "__func__", fn), name, inspect.ismethod(fn)), fn=fn, limits=limits)
@@ -174,18 +222,18 @@ def _build(fn: Callable[..., Any], name: str, bound: bool) -> ToolSpec:
         fields: dict[str, Any] = {}
         for p in list(inspect.signature(fn).parameters.values())[bound:]:
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
-                raise ContractError(f"tool {name}: the policy calls it by parameter names; {str(p)!r} has none")
-            # under names of our own, since pydantic forbids or shadows some ('_x', 'json', 'model_config')
-            about_it = Field(
+                raise ContractError(f"tool {name}: the policy passes arguments by name; parameter {str(p)!r} has none")
+            # under generated names, since pydantic reserves some ('_x', 'json', 'model_config')
+            field_info = Field(
                 ... if p.default is p.empty else p.default, alias=p.name, description=about.get(p.name) or None
             )
-            fields[f"p{len(fields)}"] = (hints.get(p.name, Any), about_it)
+            fields[f"p{len(fields)}"] = (hints.get(p.name, Any), field_info)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema()
     except ContractError:
         raise
     except (PydanticUserError, NameError, TypeError, ValueError) as e:
-        raise ContractError(f"tool {name}: its signature makes no JSON schema: {e}") from e
+        raise ContractError(f"tool {name}: its signature cannot be converted to a JSON schema: {e}") from e
     schema.pop("title", None)
     for prop in schema.get("properties", {}).values():
         prop.pop("title", None)
@@ -196,7 +244,7 @@ _built = lru_cache(maxsize=4096)(_build)
 
 
 def _hinted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What carries the type hints of a callable: itself, or what a partial or an object with `__call__` calls."""
+    """The function that has the type hints of a callable: itself, a partial's function, or an object's `__call__`."""
     if isinstance(fn, partial):
         return _hinted(fn.func)
     return fn if inspect.isroutine(fn) else type(fn).__call__

@@ -1,12 +1,7 @@
-"""The words of design §2–§6 as types: task, message, action, observation, span, segment, turn, trajectory.
+"""The data of an episode: task, action, observation, turn, span, segment, trajectory.
 
-Nothing here knows a tokenizer, an engine or torch. `Sample`, the training row, is in `train/sample.py`.
-
-One worked example, the ids of one episode of one segment (mask 1 is underlined)::
-
-    PROMPT            SAMPLED(turn 0)          TEMPLATE  OBSERVATION  TEMPLATE     SAMPLED(turn 1)
-    1 15 92 11 2 1 7  40 41 42 2               3 1 9     55 56 57     2 3 1 7      44 45 2
-                      ^^^^^^^^^^                                                   ^^^^^^^
+A `Trajectory` has two views of one episode: `turns`, in terms of messages and actions, and `segments`, in terms of token ids. Its docstring
+holds an example. `Sample`, the training data made of a segment, is in `train/sample.py`. Nothing here imports a tokenizer or torch.
 """
 
 from __future__ import annotations
@@ -22,28 +17,28 @@ from agentrl.core.message_images import PlacedImage
 from agentrl.errors import ContractError, InvariantError
 
 Message = dict[str, Any]
-"""A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts), optionally `tool_calls`, `name`, `tool_call_id`."""
+"""A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts); optional: `tool_calls`, `name`, `tool_call_id`."""
 
 
 class Provenance(IntEnum):
-    """Where a token came from. In RL only SAMPLED tokens may have loss_mask 1."""
+    """The origin of a token. In RL only SAMPLED tokens may have loss_mask 1."""
 
     PROMPT = 0
-    """the first rendering of the conversation by the model's own template"""
+    """a conversation rendered by the model's chat template, at the beginning of a segment"""
     SAMPLED = 1
-    """sampled by the policy, exactly as the engine returned it"""
+    """sampled by the policy, exactly as the engine returned them"""
     OBSERVATION = 2
-    """content that the environment or a tool added"""
+    """content from the environment or a tool"""
     TEMPLATE = 3
-    """scaffold of the chat template between turns"""
+    """tokens of the chat template between turns"""
     FORCED = 4
-    """appended by us in the policy's place (an end token after a stop string), not sampled"""
+    """appended in the policy's place and not sampled: an end token after a stop string"""
     DEMONSTRATION = 5
-    """written by an expert or a data set in the policy's place; may be trained on in SFT only"""
+    """written by an expert or a data set in the policy's place; trained on in SFT only"""
 
 
 class FinishReason(str, Enum):
-    """Why one generation ended."""
+    """Why a generation ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -51,7 +46,7 @@ class FinishReason(str, Enum):
 
 
 class Status(str, Enum):
-    """What became of an episode, in the words of slime's `Sample.Status`."""
+    """The outcome of an episode; the values are those of slime's `Sample.Status`."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -61,7 +56,7 @@ class Status(str, Enum):
 
 
 class StopReason(str, Enum):
-    """Why an episode ended (design §6). `status` says what follows from it."""
+    """Why an episode ended. `status` is the outcome that follows from it."""
 
     TERMINATED = "terminated"
     ENV_TRUNCATED = "env_truncated"
@@ -78,7 +73,7 @@ class StopReason(str, Enum):
 
     @property
     def status(self) -> Status:
-        """The Sample status of this stop reason."""
+        """The outcome that follows from this reason."""
         return _STATUS[self]
 
 
@@ -100,18 +95,25 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row of data."""
+    """One task: the input of `Env.reset`, and one row of a data file.
+
+    Example:
+        >>> Task("paris", "What is the capital of France?", label="Paris").messages
+        [{'role': 'user', 'content': 'What is the capital of France?'}]
+    """
 
     id: str
+    """unique within its data set"""
     prompt: str | tuple[Message, ...]
-    """a question, or a conversation that the policy goes on from"""
+    """a question (one user message), or a conversation that the policy continues"""
     label: Any = None
-    """what rewards compare with; the environment never shows it"""
+    """the reference for rewards; never shown to the policy"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """further columns of the data file"""
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as chat messages: copies, since the members of a group share the task."""
+        """The prompt as chat messages; copies, since the members of a group share the task."""
         return (
             [{"role": "user", "content": self.prompt}]
             if isinstance(self.prompt, str)
@@ -121,16 +123,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """One episode to be run, as the data source issued it."""
+    """One episode to run, as issued by the data source."""
 
     task: Task
     group_index: int
     index: int
-    """ordinal: counts every episode of the run, never given twice"""
+    """ordinal of the episode, unique in the run"""
     attempt: int = 0
-    """0, then one more for each retry after a failure of infrastructure"""
+    """number of retries so far, each after a failure of infrastructure"""
     prefix: str = ""
-    """'eval/NAME/STEP/' for episodes of an evaluation, whose ordinals count on their own"""
+    """'eval/NAME/STEP/' for episodes of an evaluation, which have separate ordinals"""
 
     @property
     def episode_id(self) -> str:
@@ -140,7 +142,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the policy made, parsed."""
+    """One parsed tool call of the policy."""
 
     name: str
     arguments: dict[str, Any]
@@ -149,58 +151,81 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParseError:
-    """What could not be read as a call. `kind`: 'structure' (markup), 'content' (arguments), 'surplus' (too many calls)."""
+    """A part of a generation that could not be parsed as a call."""
 
     kind: str
+    """'structure' (markup), 'content' (arguments) or 'surplus' (more calls than allowed)"""
     message: str
+    """what is wrong, for the policy to read"""
     text: str = ""
+    """the part itself"""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call gave. An error is the policy's doing and reads like any other result."""
+    """The result of one tool call. An error is a result too, which the policy reads."""
 
     call_id: str
     name: str
     content: str
     is_error: bool = False
     full_bytes: int | None = None
-    """size of the whole result when `content` holds only its head; None: it is whole"""
+    """size of the full result, in bytes of UTF-8, if `content` is truncated; None: it is complete"""
     sha256: str | None = None
-    """of the whole result, when it was cut"""
+    """of the full result, if `content` is truncated"""
     duration_s: float = 0.0
     parts: tuple[Mapping[str, Any], ...] | None = None
-    """where the result holds images: its texts and images in order, as parts of a content (`content` is the texts alone)"""
+    """texts and images in order, as parts of a message's content; `content` holds the texts alone. None: no images"""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy did in a turn, read from its text by the action format."""
+    """What the policy did in a turn: one generation, parsed by the action format.
+
+    Example:
+        >>> Action("<answer>Paris</answer>", answer="Paris").valid
+        True
+    """
 
     text: str
+    """the generation, decoded"""
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[ParseError, ...] = ()
     finish_reason: FinishReason = FinishReason.STOP
     answer: str | None = None
-    """the final answer, where the format marks one; else None"""
+    """the final answer; None: the format marks none in this turn"""
     results: tuple[ToolResult, ...] = ()
-    """of `calls`, in order; filled in by the runner before `Env.step` (surplus calls are not made: they are in `errors`)"""
+    """results of `calls`, in order, set before `Env.step` is called; calls beyond the allowed number are in `errors` and are not made"""
 
     @property
     def valid(self) -> bool:
-        """False if something in it could not be parsed, or it is empty."""
+        """False if a part could not be parsed, or the generation is empty."""
         return not self.errors and bool(self.text.strip() or self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment adds to the conversation: messages."""
+    """The messages that an environment adds to the conversation.
+
+    `Env.reset` and `Env.step` may return a str, a message or a list of messages instead; `of` converts them.
+
+    Example:
+        >>> Observation.of("The number is higher.").messages
+        ({'role': 'user', 'content': 'The number is higher.'},)
+    """
 
     messages: tuple[Message, ...] = ()
 
     @classmethod
     def of(cls, value: Observation | str | Message | Sequence[Message]) -> Observation:
-        """Accept an Observation, a text (one user message), a message, or a list of messages."""
+        """The observation of a value.
+
+        Args:
+            value: an Observation, a text (which becomes one user message), a message, or a list of messages.
+
+        Raises:
+            ContractError: the value is none of these.
+        """
         if isinstance(value, Observation):
             return value
         if isinstance(value, str):
@@ -216,31 +241,41 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What `Env.step` returns."""
+    """The return value of `Env.step`.
+
+    Example:
+        >>> StepResult("higher", reward=-0.1)
+        StepResult(observation='higher', reward=-0.1, terminated=False, truncated=False, info={}, state_key=None)
+    """
 
     observation: Observation | str | Sequence[Message] = ()
+    """the messages for the policy; may be empty only if the episode ends"""
     reward: float = 0.0
+    """added to the score of the episode; a finite number"""
     terminated: bool = False
-    """the task ended by its own rules"""
+    """True: the task has ended by its own rules"""
     truncated: bool = False
-    """cut from outside (turns, time)"""
+    """True: the environment ends the episode early, for example by its own limit on moves"""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values for the record and for rewards; never shown to the policy"""
     state_key: str | None = None
-    """equal keys mark equal environment states within a group (turn-level estimators)"""
+    """equal keys mark equal environment states within a group, for turn-level estimators; None: unknown"""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of tokens of one provenance, from one turn (-1: before the first)."""
+    """Consecutive tokens of one provenance and one turn."""
 
     provenance: Provenance
     ids: tuple[int, ...]
     turn: int = -1
+    """-1: before the first turn"""
     log_probs: tuple[float, ...] | None = None
-    """natural logs at the turn's temperature, one per id, by the engine; SAMPLED only"""
+    """natural logarithms at `temperature`, one per id, from the engine; None: not SAMPLED"""
     policy_version: int | None = None
-    """weights that sampled it; SAMPLED only"""
+    """version of the weights that sampled it; None: not SAMPLED"""
     temperature: float = 1.0
+    """of the sampling"""
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -259,16 +294,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of the trajectory in which each turn's context is an exact token prefix of the next."""
+    """A part of the trajectory in which each turn's context is an exact token prefix of the next turn's."""
 
     spans: tuple[Span, ...]
     agent_id: str = "policy"
     images: tuple[PlacedImage, ...] = ()
-    """where images stand, in order"""
+    """images and the places of their placeholder tokens, in order"""
 
     @property
     def ids(self) -> list[int]:
-        """All its token ids, in order."""
+        """All token ids, in order."""
         return list(chain.from_iterable(s.ids for s in self.spans))
 
     def __len__(self) -> int:
@@ -277,12 +312,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation plus what the environment answered."""
+    """One generation and the environment's answer to it."""
 
     index: int
     segment: int
+    """index of the segment that holds the generation"""
     context_length: int
-    """tokens sent to the engine: the first that many ids of the segment"""
+    """number of ids sent to the engine: the first `context_length` of the segment"""
     action: Action
     observation: Observation = Observation()
     reward: float = 0.0
@@ -290,50 +326,100 @@ class Turn:
     state_key: str | None = None
     matched_stop: str | int | None = None
     context_crc: int = 0
-    """CRC-32 of the ids as they were sent to the engine (little-endian int32); recomputed from the segment to check exactness"""
+    """CRC-32 of the ids sent to the engine, as little-endian int32; compared with the segment to verify exactness"""
     observation_cut_tokens: int = 0
-    """tokens of the observation that did not fit and were left out"""
+    """tokens of the observation that did not fit into the context"""
     seed: int = 0
+    """of the generation"""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """seconds: generate_s, tools_s, env_s; and cached_tokens"""
+    """generate_s, tools_s, env_s in seconds; and cached_tokens"""
     agent_id: str = "policy"
     context: tuple[Message, ...] | None = None
-    """the conversation that the context policy made for the next turn; None: it left it as it was"""
+    """the conversation that the context policy returned for the next turn; None: unchanged"""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The immutable record of one episode."""
+    """The immutable record of one episode.
+
+    Example:
+        An episode of two turns: the policy searches, reads the result and answers. These are its ids, with the embedded model's tokenizer.
+        The policy sampled the underlined ones; only they are trained::
+
+            turn  provenance   text                                     ids
+            -1    PROMPT       <|im_start|>user⏎Swiss capital?<|im_…      1 452 279 201 53 89 530 328 33 2 201 1 547 353 666 201
+             0    SAMPLED      <search>Swiss capital</search>           2042 53 89 530 328 2043
+                                                                        -----------------------
+             0    TEMPLATE     ⏎<information>                           201 2044
+             0    OBSERVATION  Bern                                     36 340
+             0    TEMPLATE     </information>⏎                          2045 201
+             1    SAMPLED      <answer>Bern</answer>                    2046 36 340 2047
+                                                                        ----------------
+
+        >>> segment = Segment((
+        ...     Span(Provenance.PROMPT, (1, 452, 279, 201, 53, 89, 530, 328, 33, 2, 201, 1, 547, 353, 666, 201)),
+        ...     Span(Provenance.SAMPLED, (2042, 53, 89, 530, 328, 2043), 0, (-0.9, -0.1, -0.9, -0.9, -0.2, -0.4), policy_version=3),
+        ...     Span(Provenance.TEMPLATE, (201, 2044), 0),
+        ...     Span(Provenance.OBSERVATION, (36, 340), 0),
+        ...     Span(Provenance.TEMPLATE, (2045, 201), 0),
+        ...     Span(Provenance.SAMPLED, (2046, 36, 340, 2047), 1, (-1.3, -0.9, -1.2, -0.6), policy_version=3),
+        ... ))
+        >>> call = ToolCall("search", {"query": "Swiss capital"}, "call_0")
+        >>> result = ToolResult("call_0", "search", "Bern")
+        >>> search = Action("<search>Swiss capital</search>", calls=(call,), results=(result,))
+        >>> message = {"role": "tool", "name": "search", "tool_call_id": "call_0", "content": "Bern"}
+        >>> trajectory = Trajectory(
+        ...     episode_id="0-0", group_index=0, index=0, attempt=0, env="Quiz",
+        ...     task=Task("swiss", "Swiss capital?", "Bern"),
+        ...     segments=(segment,),
+        ...     turns=(
+        ...         Turn(0, segment=0, context_length=16, action=search, observation=Observation((message,))),
+        ...         Turn(1, segment=0, context_length=28, action=Action("<answer>Bern</answer>", answer="Bern")),
+        ...     ),
+        ...     stop_reason=StopReason.TERMINATED, rewards={"correct": 1.0}, weights={"correct": 1.0},
+        ... )
+        >>> trajectory.score, trajectory.answer, trajectory.sampled_tokens, trajectory.status.value
+        (1.0, 'Bern', 10, 'completed')
+
+        `Sample` shows the training data made of it.
+    """
 
     episode_id: str
-    """'{prefix}{ordinal}-{attempt}'"""
+    """'{prefix}{index}-{attempt}'; see `EpisodeSpec`"""
     group_index: int
+    """the episodes of one group have the same task, and are compared with each other"""
     index: int
-    """the episode's ordinal, issued by the data source; never twice in a run"""
+    """ordinal of the episode, unique in the run"""
     attempt: int
+    """number of retries before it"""
     task: Task
     env: str
+    """label of the environment"""
     segments: tuple[Segment, ...]
+    """token ids; more than one segment where the history was rewritten"""
     turns: tuple[Turn, ...]
+    """actions and observations, in order"""
     stop_reason: StopReason
     cause: str | None = None
-    """of a failure, in a few words, for the table of causes"""
+    """short name of a failure, for the table of causes; None: no failure"""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """what `Env.state()` said at the end"""
+    """the return value of `Env.state` at the end"""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """by component; None: the component abstained"""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """of the components"""
+    """of the components, by name"""
     seed: int = 0
+    """of the episode; all its other seeds are derived from it"""
     demonstration: bool = False
-    """its turns were written by an expert, not sampled"""
+    """True: an expert wrote the turns"""
     timings: Mapping[str, float] = field(default_factory=dict)
+    """seconds: generate_s, tools_s, env_s, episode_s, non_generation_s"""
     detail: str | None = None
-    """of a failure: what was raised, and where"""
+    """full error message of a failure, and where it was raised; None: no failure"""
 
     @property
     def status(self) -> Status:
-        """What follows from the stop reason."""
+        """The outcome that follows from the stop reason."""
         return self.stop_reason.status
 
     @property
@@ -343,24 +429,24 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """The last answer the policy gave, where its action format marks one."""
+        """The policy's last answer; None: it gave none, or its action format marks none."""
         return next((t.action.answer for t in reversed(self.turns) if t.action.answer is not None), None)
 
     @property
     def score(self) -> float:
-        """Σ step rewards + Σ weight × component, components that abstained left out (design §4)."""
+        """Σ step rewards + Σ weight × component, without components that abstained."""
         steps = math.fsum(t.reward for t in self.turns)
         return steps + math.fsum(self.weights.get(k, 1.0) * v for k, v in self.rewards.items() if v is not None)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return count_tokens(self.segments, Provenance.SAMPLED)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task, by group id; sizes may differ (lost members are gone)."""
+    """The trajectories of one group. Sizes may differ, since lost episodes are left out."""
 
     index: int
     task: Task
@@ -368,7 +454,7 @@ class Group:
 
 
 def _is_message(value: Any) -> bool:
-    """A role, and content that is text or parts; an assistant's tool calls may stand without content."""
+    """True for a mapping with a role and with text or parts as content; an assistant's tool calls need no content."""
     if not isinstance(value, (dict, Mapping)) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")
@@ -376,5 +462,5 @@ def _is_message(value: Any) -> bool:
 
 
 def count_tokens(segments: Iterable[Segment], provenance: Provenance) -> int:
-    """Tokens of one provenance over segments."""
+    """Number of tokens of one provenance in segments."""
     return sum(len(s.ids) for g in segments for s in g.spans if s.provenance is provenance)

@@ -57,7 +57,7 @@ def test_boundary_attributes_what_user_code_raises(raised):
 
 def test_boundary_names_a_timeout_as_such():
     with (
-        pytest.raises(EnvFailure, match=r"env Maze.reset ran out of time") as caught,
+        pytest.raises(EnvFailure, match=r"env Maze.reset timed out") as caught,
         boundary(EnvFailure, "env Maze.reset"),
     ):
         raise TimeoutError

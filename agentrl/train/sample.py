@@ -36,16 +36,18 @@ class Sample:
         InvariantError: fields contradict each other (see `check`).
 
     Example:
-        Two turns with one observation between them. The policy sampled 20, 21 and 25::
+        The episode of two turns in the docstring of `agentrl.Trajectory` gives one sample. Its response is six sampled tokens, six tokens
+        of template and observation, and four sampled tokens (values rounded)::
 
             Sample(
-                tokens=[10, 11, 20, 21, 30, 31, 25],
-                response_length=5,
-                loss_mask=[1, 1, 0, 0, 1],
-                rollout_log_probs=[-0.3, -1.2, 0.0, 0.0, -0.1],
-                provenance=[(Provenance.SAMPLED, 2), (Provenance.OBSERVATION, 2), (Provenance.SAMPLED, 1)],
-                turn_of=[(0, 4), (1, 1)],
-                policy_versions=[(3, 2), (-1, 2), (3, 1)],
+                tokens=[1, 452, 279, 201, 53, 89, 530, 328, 33, 2, 201, 1, 547, 353, 666, 201,
+                        2042, 53, 89, 530, 328, 2043, 201, 2044, 36, 340, 2045, 201, 2046, 36, 340, 2047],
+                response_length=16,
+                loss_mask=[1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1],
+                rollout_log_probs=[-0.9, -0.1, -0.9, -0.9, -0.2, -0.4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.3, -0.9, -1.2, -0.6],
+                provenance=[(1, 6), (3, 2), (2, 2), (3, 2), (1, 4)],
+                turn_of=[(0, 12), (1, 4)],
+                policy_versions=[(3, 6), (-1, 6), (3, 4)],
                 reward=1.0,
                 status=Status.COMPLETED,
             )

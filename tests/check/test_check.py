@@ -198,7 +198,7 @@ BROKEN = {
     "leaves the process": (step_of(lambda s, a: sys.exit(0)), "failures", "SystemExit"),
     "tasks raise": ({"tasks": classmethod(lambda cls, split: {}[split])}, "tasks", "KeyError"),
     "tasks are dicts": ({"tasks": classmethod(lambda cls, split: [{"id": 1}])}, "tasks", "yields dict, not agentrl.Task"),
-    "tool without schema": ({"bad": tool(lambda self, *args: "x")}, "tools", "name is"),
+    "tool without schema": ({"bad": tool(lambda self, *args: "x")}, "tools", "name must be"),
     "refuses its own tasks": ({"check_task": classmethod(lambda cls, task: _refuse())}, "check_task", "refuses task"),
 }  # fmt: skip
 
