@@ -1,6 +1,6 @@
-"""How people name what is theirs: `file.py:Object` or `package.module:Object`, with `=WEIGHT` behind it; `data.jsonl@[a:b]`.
+"""The syntax of names on the command line: `file.py:Object`, `package.module:Object`, either with `=WEIGHT`, and `data.jsonl@[a:b]`.
 
-The path of a file may hold any character.
+The path of a file may contain any character.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ _WEIGHT = re.compile(r"(.*\.py(?::[^=]*)?)(?:=(.*))?", re.DOTALL)
 
 
 def split_object(name: str) -> tuple[str, str]:
-    """The file or module, and the object in it; empty: none is named."""
-    found = _OBJECT.fullmatch(name)
-    where, attribute = found.groups("") if found else name.partition(":")[::2]
+    """Split a name into the file or module and the object, which may be empty."""
+    match = _OBJECT.fullmatch(name)
+    where, attribute = match.groups("") if match else name.partition(":")[::2]
     return where, attribute
 
 
 def split_weight(name: str) -> tuple[str, str]:
-    """The name, and the weight behind it; empty: none is given."""
-    found = _WEIGHT.fullmatch(name)
-    spec, weight = found.groups("") if found else name.partition("=")[::2]
+    """Split off the weight, which may be empty."""
+    match = _WEIGHT.fullmatch(name)
+    spec, weight = match.groups("") if match else name.partition("=")[::2]
     return spec, weight
 
 
 def split_slice(name: str) -> tuple[str, str]:
-    """The file, and `@[a:b]`; empty: the whole file."""
-    path, part = _SLICE.fullmatch(name).groups("")  # type: ignore[union-attr]  # it matches everything
+    """Split off the slice `@[a:b]`, which may be empty."""
+    path, part = _SLICE.fullmatch(name).groups("")  # type: ignore[union-attr]  # it matches any text
     return path, part

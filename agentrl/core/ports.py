@@ -1,4 +1,4 @@
-"""Ports of this machine, for what listens on one only seconds after it was chosen: a server, the ranks' meeting place, a group for weights."""
+"""Free ports of this machine for servers, torch.distributed groups and others that listen only seconds after the port was chosen."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError
 
-LEAST_PORT = 10_000
-GIVEN_BY_THE_KERNEL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT = 10_000
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def port_is_free(port: int) -> bool:
-    """Nobody listens on it."""
+    """True if nothing listens on the port."""
     return _bound(port) is not None
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, below those that the kernel gives to whoever asks for any."""
+    """Return a free port below the ephemeral range, from which the kernel assigns ports to other programs.
+
+    Raises:
+        ConfigError: no port is free.
+    """
     try:
-        above = int(GIVEN_BY_THE_KERNEL.read_text().split()[0])
-    except OSError:  # no Linux
-        above = 32768
-    below = range(LEAST_PORT, max(LEAST_PORT, above))
-    for port in [*random.SystemRandom().sample(below, min(100, len(below))), 0]:
-        if found := _bound(port):
-            return found
+        limit = int(EPHEMERAL_RANGE.read_text().split()[0])
+    except OSError:  # not Linux
+        limit = 32768
+    candidates = range(LOWEST_PORT, max(LOWEST_PORT, limit))
+    for port in [*random.SystemRandom().sample(candidates, min(100, len(candidates))), 0]:
+        if bound := _bound(port):
+            return bound
     raise ConfigError("there is no free port on this machine")
 
 
 def _bound(port: int) -> int | None:
-    """The port (for 0: any), if it can be listened on."""
+    """Return the port if it can be bound, else None. Port 0 binds any free port."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

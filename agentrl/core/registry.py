@@ -1,6 +1,6 @@
-"""Names for environments, rewards and whatever else is chosen on the command line.
+"""Names of environments, rewards and other objects that are chosen on the command line.
 
-A name resolves as: a registered one (`@register_env("x")`, an entry point of the group `agentrl.envs`, a built-in), or
+A name is a registered one (by `@register_env("x")`, by an entry point of the group `agentrl.envs`, or built in), or
 `package.module:Object`, or `path/to/file.py[:Object]`.
 """
 
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class Registry:
-    """Objects of one kind by name."""
+    """The objects of one kind, by name."""
 
     def __init__(
         self, kind: str, builtin: Mapping[str, str], default: Callable[[ModuleType], Any] | None = None
     ) -> None:
-        """`builtin` maps names to 'module:Object', imported when asked for; `default` picks an object from a file given without one."""
+        """`builtin` maps names to 'module:Object', imported on demand. `default` chooses the object of a module named without one."""
         self.kind = kind
         self._known: dict[str, Any] = dict(builtin)
         self._default = default
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make the object known under `name`."""
+        """Return a decorator that registers an object under `name`."""
 
         def add(obj: T) -> T:
             self._known[name] = obj
@@ -44,19 +44,19 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """All registered names, entry points included."""
+        """Return all registered names, including entry points."""
         return sorted({*self._known, *(e.name for e in entry_points(group=f"agentrl.{self.kind}s"))})
 
     def resolve(self, name: str) -> Any:
-        """The object behind a name.
+        """Return the object with a name.
 
         Raises:
-            UnknownNameError: nothing of that name; names close matches.
+            UnknownNameError: no object has that name.
             ConfigError: the module or file cannot be imported or lacks the object.
         """
         if name in self._known:
-            found = self._known[name]
-            return self._import(found, name) if isinstance(found, str) else found
+            known = self._known[name]
+            return self._import(known, name) if isinstance(known, str) else known
         for entry in entry_points(group=f"agentrl.{self.kind}s"):
             if entry.name == name:
                 return self._load(entry)
@@ -68,7 +68,7 @@ class Registry:
         try:
             return entry.load()
         except (ImportError, AttributeError) as e:
-            raise ConfigError(f"{self.kind} {entry.name!r}: its entry point {entry.value} is broken: {e}") from e
+            raise ConfigError(f"{self.kind} {entry.name!r}: its entry point {entry.value} cannot be loaded: {e}") from e
 
     def _import(self, target: str, asked: str) -> Any:
         where, attribute = split_object(target)
@@ -85,10 +85,10 @@ class Registry:
         except (Exception, SystemExit) as e:  # user code may raise anything
             raise ConfigError(f"{self.kind} {asked!r}: cannot import {where}: {raised(e, where)}") from e
         if not attribute:
-            found = self._default(module) if self._default else None
-            if found is None:
-                raise ConfigError(f"{self.kind} {asked!r}: name the object, as in {where}:Name")
-            return found
+            chosen = self._default(module) if self._default else None
+            if chosen is None:
+                raise ConfigError(f"{self.kind} {asked!r}: add the name of the object, as in {where}:Name")
+            return chosen
         if not hasattr(module, attribute):
             raise ConfigError(
                 f"{self.kind} {asked!r}: {where} has no {attribute!r}{suggest(attribute, public_names(module))}"
@@ -97,7 +97,7 @@ class Registry:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file by path, once per process (so that its classes keep one identity)."""
+    """Import a Python file by path. It is imported once per process, so that its classes keep one identity."""
     path = path.resolve()
     if not path.exists():
         raise FileNotFoundError(f"no such file: {path}")
@@ -118,13 +118,12 @@ def load_file(path: Path) -> ModuleType:
 
 
 def raised(error: BaseException, file: str) -> str:
-    """What user code raised and where: the last line of its file that had a part in it, else the last line at all."""
+    """Describe an exception of user code and its place: the innermost line in `file`, or the innermost line if none is in it."""
     where, line = place(error, str(Path(file).resolve()).__eq__)
     return f"{where}, line {line}: {type(error).__name__}: {error}"
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Classes and functions defined in a module, for suggestions."""
-    return [
-        n for n, o in vars(module).items() if not n.startswith("_") and (inspect.isclass(o) or inspect.isfunction(o))
-    ]
+    """Return the names of the public classes and functions of a module, for suggestions."""
+    members = vars(module).items()
+    return [name for name, value in members if name[0] != "_" and (inspect.isclass(value) or inspect.isfunction(value))]

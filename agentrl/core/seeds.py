@@ -1,6 +1,6 @@
-"""The seed law (design §8): every draw's seed follows from where it is, never from when it happens.
+"""The seed law: the seed of every random draw is derived from its place in the run, never from when it happens.
 
-(run seed, episode ordinal, attempt, agent, turn, generation) -> 63-bit seed. Retries and epochs draw anew, members of a
+(run seed, episode index, attempt, agent, turn, generation) -> 63-bit seed. Retries and epochs get new seeds, members of a
 group differ, and neither concurrency nor order of completion changes anything.
 """
 
@@ -10,11 +10,11 @@ import hashlib
 
 
 def derive_seed(run_seed: int, *path: int | str) -> int:
-    """A 63-bit seed for a place in the run; any change of any part gives an unrelated seed."""
+    """Return a 63-bit seed for a place in the run. Any change of any part gives an unrelated seed."""
     text = "/".join(_part(p) for p in (run_seed, *path))
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
 def _part(part: int | str) -> str:
-    """An int as its digits; a str with its length before it, so that no two paths read the same ('a', 'b/c' and 'a/b', 'c'; 1 and '1')."""
+    """Encode an int as its digits and a str with its length first, so that different paths differ ('a', 'b/c' and 'a/b', 'c'; 1 and '1')."""
     return f"{len(part)}:{part}" if isinstance(part, str) else str(int(part))

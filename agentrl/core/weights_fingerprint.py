@@ -1,7 +1,7 @@
-"""A fingerprint of the weights in a folder of safetensors files: equal exactly when names, types, shapes and bytes of all tensors are.
+"""A fingerprint of the weights in safetensors files. It is equal exactly if names, types, shapes and bytes of all tensors are equal.
 
-It does not depend on the order of tensors, nor on how they are spread over files. The sender computes it after writing, the receiver after
-reading. Files are mapped into memory and hashed by several threads; no torch, so bfloat16 and fp8 are like any other bytes.
+It does not depend on the order of tensors or on their distribution over files. The sender computes it after writing, the receiver after
+reading. Files are mapped into memory and hashed by several threads, without torch, so that any type can be hashed as bytes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from agentrl.errors import StoreError
 
 
 def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
-    """The digest of one tensor: its name, safetensors type (F32, BF16 …), shape, and bytes in C order, little endian."""
+    """Return the digest of a tensor: of its name, safetensors type (F32, BF16 …), shape, and bytes in C order, little endian."""
     digest = blake2b(json.dumps([name, dtype, list(shape)]).encode(), digest_size=16)
     digest.update(data)
     return digest.digest()
 
 
 def combine(digests: Iterable[bytes]) -> str:
-    """The fingerprint of a set of tensors from their digests, in any order; 32 hexadecimal digits."""
+    """Return the fingerprint of tensors from their digests in any order, as 32 hexadecimal digits."""
     return blake2b(b"".join(sorted(digests)), digest_size=16).hexdigest()
 
 
 def fingerprint(folder: Path) -> str:
-    """The fingerprint of all tensors in `folder`/*.safetensors.
+    """Return the fingerprint of all tensors in `folder`/*.safetensors.
 
     Raises:
-        StoreError: no such file, or one that is not whole.
+        StoreError: there is no such file, or one is truncated.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -47,22 +47,24 @@ def fingerprint(folder: Path) -> str:
 
 
 def _tensors(file: Path, stack: ExitStack) -> Iterator[tuple[str, str, list[int], memoryview]]:
-    """Name, type, shape and mapped bytes of each tensor of a file, without reading them."""
+    """Yield name, type, shape and mapped bytes of each tensor of a file, without reading them."""
     handle = stack.enter_context(file.open("rb"))
     size = file.stat().st_size
     if size < 8:
-        raise StoreError(f"{file} is not a whole safetensors file: it has {size} bytes")
+        raise StoreError(f"{file} is not a complete safetensors file: it has {size} bytes")
     view = memoryview(stack.enter_context(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)))
     stack.callback(view.release)
     start = 8 + int.from_bytes(view[:8], "little")
     if start > size:
-        raise StoreError(f"{file} is not a whole safetensors file: its header ends at byte {start}, the file at {size}")
+        raise StoreError(
+            f"{file} is not a complete safetensors file: its header ends at byte {start}, the file at {size}"
+        )
     for name, entry in json.loads(bytes(view[8:start])).items():
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
         if start + end > size:
-            raise StoreError(f"{file} is cut off: tensor {name!r} ends at byte {start + end}, the file at {size}")
+            raise StoreError(f"{file} is truncated: tensor {name!r} ends at byte {start + end}, the file at {size}")
         part = view[start + begin : start + end]
         stack.callback(part.release)
         yield name, entry["dtype"], entry["shape"], part

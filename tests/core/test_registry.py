@@ -66,7 +66,7 @@ def test_a_broken_entry_point(names, entry_point, value):
         ("broken", ConfigError, "thing 'broken': json has no 'Nothing'"),
         ("json:JSONDecodr", ConfigError, "json has no 'JSONDecodr'"),
         ("no_such_module_at_all:X", ConfigError, "cannot import no_such_module_at_all: ModuleNotFoundError"),
-        ("json:", ConfigError, "name the object, as in json:Name"),
+        ("json:", ConfigError, "add the name of the object, as in json:Name"),
         (":X", ConfigError, "found '' before the ':'"),
         (".json:X", ConfigError, "expected package.module:Object"),
         ("a b:X", ConfigError, "expected package.module:Object"),
@@ -121,7 +121,7 @@ class TestFiles:
 
     def test_two_envs_in_a_file_need_a_name(self, tmp_path):
         (tmp_path / "maze.py").write_text(ENV_FILE + "\nclass Other(Env): ...\n")
-        with pytest.raises(ConfigError, match="name the object"):
+        with pytest.raises(ConfigError, match="add the name of the object"):
             ENVS.resolve(f"{tmp_path}/maze.py")
 
     @pytest.mark.parametrize(

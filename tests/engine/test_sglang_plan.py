@@ -127,7 +127,7 @@ async def test_a_router_stands_for_its_servers(double, plan):
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others(monkeypatch, tmp_path):
     given = tmp_path / "range"
-    monkeypatch.setattr("agentrl.core.ports.GIVEN_BY_THE_KERNEL", given)
+    monkeypatch.setattr("agentrl.core.ports.EPHEMERAL_RANGE", given)
     assert 10_000 <= free_port() < 32768
     given.write_text("10002\t60999\n")
     assert free_port() in (10_000, 10_001)
