@@ -72,7 +72,7 @@ class Commands:
         if settings:
             parser.add_argument("--help-all", action="help", help="list all flags by section and exit")
             source = "settings, instead of the run's config.toml" if recorded else "settings"
-            parser.add_argument("--config", type=Path, metavar="FILE.toml", help=f"{source}; flags win over them")
+            parser.add_argument("--config", type=Path, metavar="FILE.toml", help=f"{source}; flags override them")
             add_flags(parser, self._shown)
         return parser
 

@@ -30,7 +30,7 @@ def resolve(args: argparse.Namespace, rest: Sequence[str]) -> Config:
 
 
 def resolve_recorded(args: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """The settings with which the episodes at `args.recorded` were made, and flags that win over them.
+    """The settings with which the episodes at `args.recorded` were made, overridden by flags.
 
     Raises:
         ConfigError: There is no config.toml.

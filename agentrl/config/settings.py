@@ -230,7 +230,7 @@ class TrainSettings:
     """Loss and optimizer (Megatron's own settings are in [megatron])."""
 
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """how advantages follow from the rewards of a group
+    """how advantages are computed from the rewards of a group
 
     agentrl/train/advantage.py has the formulas and their sources."""
     eps_clip: Annotated[float, Field(ge=0)] = 0.2

@@ -1,1 +1,1 @@
-"""What is done with recorded episodes, without training: replay through today's code, score anew, go on from a turn."""
+"""Recorded episodes without training: replay them with the current code, rescore them, or continue them from a turn."""
