@@ -135,7 +135,7 @@ class Env:
         Raises:
             ConfigError: the environment has no tasks, or none of this split.
         """
-        raise ConfigError(f"environment {cls.label()} has no tasks of its own; give --prompt-data FILE")
+        raise ConfigError(f"environment {cls.label()} has no tasks; give some with --prompt-data FILE")
 
     @classmethod
     def check_task(cls, task: Task) -> None:

@@ -33,7 +33,7 @@ async def test_the_first_observation_is_the_tasks_prompt():
 
 
 def test_tasks_must_come_from_somewhere():
-    with pytest.raises(ConfigError, match="environment shelf has no tasks of its own; give --prompt-data"):
+    with pytest.raises(ConfigError, match="environment shelf has no tasks; give some with --prompt-data"):
         Shelf.tasks("train")
     assert (Shelf.label(), Strict.label()) == ("shelf", "Strict")
 

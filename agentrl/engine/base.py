@@ -148,7 +148,7 @@ def check_request(ids: Sequence[int], sampling: SamplingParams, context_length: 
     if sampling.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1; found {sampling.max_new_tokens}")
     if not 0 <= sampling.temperature < float("inf"):
-        raise ConfigError(f"temperature must be a number from 0 up; found {sampling.temperature}")
+        raise ConfigError(f"temperature must be a finite number of at least 0; found {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1; found {sampling.top_p}")
     if sampling.top_k != -1 and sampling.top_k < 1:

@@ -273,7 +273,7 @@ async def test_an_environment_without_tasks_or_rewards_is_checked_with_generated
         pass
 
     report = await check(Bare)
-    assert reports(report, "tasks", "no tasks of its own", Severity.NOTE)
+    assert reports(report, "tasks", "has no tasks; give some with --prompt-data", Severity.NOTE)
     assert reports(report, "rewards", "names no rewards", Severity.NOTE)
     assert report.episodes == 20
     assert report.ok
@@ -392,6 +392,6 @@ async def test_an_environment_without_tasks_differs_from_broken_tasks():
     class Later(Good):
         @classmethod
         def tasks(cls, split):
-            raise ConfigError("environment later has no tasks of its own")
+            raise ConfigError("environment later has no tasks")
 
     assert (await check(Later)).ok
