@@ -33,8 +33,6 @@ class Connection(asyncio.Protocol):
     """One connection to a server."""
 
     def __init__(self) -> None:
-        self.expiry: asyncio.TimerHandle | None = None
-        """while it is idle: closes it"""
         self.transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # which RFC 9112 allows

@@ -44,8 +44,9 @@ class HttpClient:
         if url.username is not None:
             credentials = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()
             self._headers += f"Authorization: Basic {base64.b64encode(credentials).decode()}\r\n"
-        self._idle: dict[Connection, None] = {}
-        """in the order in which they became idle"""
+        self._idle: dict[Connection, float] = {}
+        """with the times since when, in this order"""
+        self._sweep: asyncio.TimerHandle | None = None
         self._busy: set[Connection] = set()
         self._closed = False
 
@@ -66,10 +67,11 @@ class HttpClient:
     async def close(self) -> None:
         """Close all connections; idempotent."""
         self._closed = True
-        for connection in self._busy:
+        for connection in (*self._idle, *self._busy):
             connection.close()
-        while kept := self._take_idle():
-            kept.close()
+        self._idle.clear()
+        if self._sweep is not None:
+            self._sweep.cancel()
 
     async def _request(self, method: str, path: str, headers: str, content: bytes, timeout_s: float) -> Any:
         request = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{headers}\r\n".encode() + content
@@ -125,20 +127,26 @@ class HttpClient:
     # -- idle connections ----------------------------------------------------------------------------------------------
 
     def _keep(self, connection: Connection) -> None:
-        self._idle[connection] = None
-        connection.expiry = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._expire, connection)
-
-    def _expire(self, connection: Connection) -> None:
-        del self._idle[connection]
-        connection.close()
+        loop = asyncio.get_running_loop()
+        self._idle[connection] = loop.time()
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_expired)
 
     def _take_idle(self) -> Connection | None:
         """The most recently used idle connection that is still open."""
         while self._idle:
-            connection, _ = self._idle.popitem()
-            if connection.expiry is not None:
-                connection.expiry.cancel()
-            if connection.usable:
+            connection, since = self._idle.popitem()
+            if connection.usable and asyncio.get_running_loop().time() - since < KEEP_ALIVE_S:
                 return connection
             connection.close()
         return None
+
+    def _close_expired(self) -> None:
+        """Close connections that were idle for too long; runs again while there are others. One timer is cheaper than one for each."""
+        loop = asyncio.get_running_loop()
+        limit = loop.time() - KEEP_ALIVE_S
+        for connection in [c for c, since in self._idle.items() if since <= limit]:
+            del self._idle[connection]
+            connection.close()
+        oldest = next(iter(self._idle.values()), None)
+        self._sweep = None if oldest is None else loop.call_at(oldest + KEEP_ALIVE_S, self._close_expired)
