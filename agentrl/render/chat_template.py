@@ -34,7 +34,8 @@ _REFUSALS = (
 )
 """what a template raises, on purpose or because it does not expect a message"""
 _TRACED_FILTERS = frozenset(
-    "trim tojson length count string safe upper lower default d list first last items selectattr rejectattr map reverse".split()
+    "trim tojson length count string safe upper lower default d list first last items "
+    "selectattr rejectattr map reverse".split()
 )
 """filters that read a text only through operations that a `SymbolicText` records"""
 
@@ -67,7 +68,8 @@ class ChatTemplate:
         """
         if not source:
             raise TemplateError(
-                f"{where} has no chat template; add one to tokenizer_config.json (key chat_template) or chat_template.jinja"
+                f"{where} has no chat template; add one to tokenizer_config.json (key chat_template) or "
+                "chat_template.jinja"
             )
         env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         for name, function in env.filters.items():

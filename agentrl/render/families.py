@@ -23,15 +23,15 @@ from agentrl.render.renderer import GENERIC, Renderer
 from agentrl.render.tokenizer import Tokenizer
 
 _FORMATS: tuple[ActionFormat, ...] = (
-    HermesFormat(), TagFormat(), QwenCoderFormat(), LlamaFormat(), GlmFormat(), DeepSeekFormat(), KimiFormat(), MistralFormat(),
-    HarmonyFormat(), PythonicFormat(),
+    HermesFormat(), TagFormat(), QwenCoderFormat(), LlamaFormat(), GlmFormat(), DeepSeekFormat(), KimiFormat(),
+    MistralFormat(), HarmonyFormat(), PythonicFormat(),
 )  # fmt: skip
 FORMATS: dict[str, ActionFormat] = {f.name: f for f in _FORMATS}
 """Action formats by name."""
 
 FAMILIES: tuple[Family, ...] = (
-    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.KIMI_K2_THINKING, kimi.KIMI_K2, llama.FAMILY, gemma.FAMILY, qwen_coder.FAMILY,
-    hermes.QWEN3, hermes.CHATML, mistral.FAMILY,
+    gptoss.FAMILY, glm.FAMILY, deepseek.FAMILY, kimi.KIMI_K2_THINKING, kimi.KIMI_K2, llama.FAMILY, gemma.FAMILY,
+    qwen_coder.FAMILY, hermes.QWEN3, hermes.CHATML, mistral.FAMILY,
 )  # fmt: skip
 """Model families, in the order in which their marks are looked for in a template."""
 

@@ -50,7 +50,8 @@ class Images:
         required = ("merge_size", "get_number_of_image_patches")
         if placeholder is None or not all(hasattr(processor, name) for name in required):
             raise TemplateError(
-                f"{folder}: images are read for processors of the Qwen-VL shape ({_PLACEHOLDERS[0]}, merge_size); this is another"
+                f"{folder}: expected an image processor of the Qwen-VL shape ({_PLACEHOLDERS[0]}, merge_size), "
+                "found another; only that shape is supported"
             )
         return cls(processor, added[placeholder])
 

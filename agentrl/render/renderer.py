@@ -90,16 +90,7 @@ class Renderer:
         self._probe = TemplateProbe(self._template, tokenizer, family, where)
         self._accepts_parts = self._probe.accepts_parts()
         self._probe.check_tokens()
-        added = tokenizer.added
-        written = self._probe.turn_ends()
-        known = [t for t in (*family.ends, *family.headers) if t in added]
-        self.ends: dict[str, int] = {t: added[t] for t in (*known, *written)}
-        """tokens that end an assistant's turn"""
-        self._header_ids = frozenset(added[t] for t in family.headers if t in added)
-        stops = (*(known or written), *family.other_stops, tokenizer.special.get("eos_token", ""))
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(added[t] for t in stops if t in added))
-        """stop tokens for the engine"""
-        self._last_ids = frozenset((*self.stop_token_ids, *self.ends.values()))
+        self._read_turn_ends()
         self.prefill = self._probe.prefill()
         """what the template writes at the beginning of the assistant's turn for the policy: an open `<think>`"""
         self._guard = InjectionGuard(
@@ -109,6 +100,18 @@ class Renderer:
         self._proofs: dict[tuple[Any, ...], tuple[DeltaProof, DeltaTemplate | None]] = {}
         self._prompts: Memo[bytes, Pieces] = Memo(_MAX_PROMPTS)
         """first contexts, which the members of a group share"""
+
+    def _read_turn_ends(self) -> None:
+        family, added = self._family, self.tokenizer.added
+        written = self._probe.turn_ends()
+        known = [t for t in (*family.ends, *family.headers) if t in added]
+        self.ends: dict[str, int] = {t: added[t] for t in (*known, *written)}
+        """tokens that end an assistant's turn"""
+        stops = (*(known or written), *family.other_stops, self.tokenizer.special.get("eos_token", ""))
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(added[t] for t in stops if t in added))
+        """stop tokens for the engine"""
+        self._header_ids = frozenset(added[t] for t in family.headers if t in added)
+        self._last_ids = frozenset((*self.stop_token_ids, *self.ends.values()))
 
     @property
     def stop(self) -> tuple[str, ...]:

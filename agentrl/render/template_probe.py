@@ -48,8 +48,8 @@ class TemplateProbe:
             missing = re.match(r"\s*(<\S+?>|\[\S+?\])", tail)
             hint = f"; the tokenizer does not know {missing.group(1)!r} as a special token" if missing else ""
             raise TemplateError(
-                f"{self._where}: its chat template does not end an assistant turn with a special token of its tokenizer "
-                f"(it ends with {tail[:40]!r}){hint}; such a model cannot be rendered token-exactly"
+                f"{self._where}: its chat template does not end an assistant turn with a special token of its "
+                f"tokenizer (it ends with {tail[:40]!r}){hint}; such a model cannot be rendered token-exactly"
             )
         return list(dict.fromkeys(ends))
 
@@ -71,9 +71,9 @@ class TemplateProbe:
         missing = [t for t in dict.fromkeys(_CONTROL.findall(text)) if t not in self._tokenizer.added]
         if missing and self._family.marks:
             raise TemplateError(
-                f"{self._where}: its chat template ({self._family.name}) writes {', '.join(missing)}, which its tokenizer does not know "
-                "as special tokens; add them to the tokenizer (added_tokens in tokenizer.json), or take the tokenizer that belongs to the "
-                "template"
+                f"{self._where}: its chat template ({self._family.name}) writes {', '.join(missing)}, which its "
+                "tokenizer does not know as special tokens; add them to the tokenizer (added_tokens in tokenizer.json) "
+                "or use the tokenizer that belongs to the template"
             )
 
     def header_tokens(self) -> frozenset[str]:

@@ -105,10 +105,10 @@ def _properties(renderer: Renderer) -> Iterator[str]:
     yield f"prefilled      {repr(renderer.prefill) if renderer.prefill else 'nothing'}"
     yield f"tools          {_tools(renderer)}"
     yield f"history        {renderer.history_policy}"
-    yield (
-        f"added tokens   {len(tokenizer.added)}, {len(tokenizer.controls)} of them special; inside content all are plain text"
-    )
-    yield f"encoder        {'words from a cache, split as the tokenizer splits them' if tokenizer.is_fast else 'the tokenizer itself'}"
+    counts = f"{len(tokenizer.added)}, {len(tokenizer.controls)} of them special"
+    yield f"added tokens   {counts}; inside content all are plain text"
+    cached = "words from a cache, split as the tokenizer splits them"
+    yield f"encoder        {cached if tokenizer.is_fast else 'the tokenizer itself'}"
 
 
 def _tools(renderer: Renderer) -> str:

@@ -216,8 +216,8 @@ class Tokenizer:
         sample = "".join(f"{name}word\n{name} two  " for name in self._names[:64])
         if self.backend.encode(sample, add_special_tokens=False).ids != self.encode_escaped(sample, _BASES[0]):
             raise TemplateError(
-                "the tokenizer encodes text next to special tokens differently from text alone; it cannot keep content apart "
-                "from the template's text"
+                "the tokenizer encodes text next to special tokens differently from text alone; it cannot keep content "
+                "apart from the template's text"
             )
 
 

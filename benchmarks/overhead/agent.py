@@ -61,8 +61,9 @@ class Search(ToolEnv):
         """
         METER.hit()
         Search.calls += 1
+        number = Search.calls
         await asyncio.sleep(0.010)
-        return document(Search.calls)
+        return document(number)
 
 
 def make_runner(
