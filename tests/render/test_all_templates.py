@@ -49,7 +49,7 @@ def test_it_is_proven_or_refused(path):
             make_renderer(tokenizer_of(template), where=path.stem)
         return
     ours = make_renderer(tokenizer_of(template), where=path.stem, now=NOW)
-    said = ours.said({"role": "assistant", "content": "Mark5d0e"})
+    said = ours.encode_turn({"role": "assistant", "content": "Mark5d0e"})
     for tools in ((), TOOLS):
         assert ours.prompt([USER], tools)
         for after in ([USER], [RESULT], [RESULT, RESULT], [{"role": "system", "content": "note"}, USER]):
