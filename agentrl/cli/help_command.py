@@ -72,9 +72,9 @@ def _explain_option(name: str, commands: Commands) -> str:
 
 
 def _explain_megatron(name: str, commands: Commands) -> str:
-    from agentrl.train.megatron.megatron_flags import OURS, megatron_flags
+    from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, megatron_flags
 
-    if decides := OURS.get(name.replace("-", "_")):
+    if decides := DECIDED_BY_TRAINER.get(name.replace("-", "_")):
         return f"--{name} is a setting of Megatron that cannot be set; what decides it: {decides}"
     specs = megatron_flags()
     if name not in specs:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 from agentrl.errors import ConfigError
-from agentrl.train.megatron.megatron_flags import ALIASES, OURS, megatron_flags
+from agentrl.train.megatron.megatron_flags import ALIASES, DECIDED_BY_TRAINER, megatron_flags
 
 
 def test_no_torch_is_imported():
@@ -37,7 +37,7 @@ def test_every_flag_is_a_field_with_its_default():
     missing = {
         n for c in classes.values() for n, f in c.items() if f.type in (int, float, bool) and f.default is not MISSING
     } - {s.field for s in specs.values()}
-    assert missing <= set(OURS), missing
+    assert missing <= set(DECIDED_BY_TRAINER), missing
 
 
 @pytest.mark.parametrize(

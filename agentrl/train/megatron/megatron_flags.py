@@ -1,7 +1,7 @@
 """Megatron's settings as flags, under Megatron's names.
 
 A flag is a field of TransformerConfig (with its base, ModelParallelConfig), OptimizerConfig or DistributedDataParallelConfig. `ALIASES` adds
-names from Megatron-LM's arguments.py, and `OURS` names the fields that the trainer decides itself.
+names from Megatron-LM's arguments.py, and `DECIDED_BY_TRAINER` names the fields that the trainer decides itself.
 
 The fields are read from megatron-core's source, because importing it takes six seconds (torch alone: 1.5) and every run with Megatron
 settings needs them, to refuse a wrong one before anything starts.
@@ -107,7 +107,7 @@ ALIASES: Mapping[str, tuple[str, Any]] = {
 }
 """Flags of Megatron-LM that are not named like a field: the field, and the value that the flag sets (None: the flag takes a value)."""
 
-OURS: Mapping[str, str] = {
+DECIDED_BY_TRAINER: Mapping[str, str] = {
     "bf16": "the trainer's dtype",
     "fp16": "the trainer's dtype",
     "params_dtype": "the trainer's dtype",
@@ -120,7 +120,7 @@ OURS: Mapping[str, str] = {
     "timers": "nothing",
     "config_logger_dir": "nothing",
 }
-"""Fields that are not flags, and what decides them."""
+"""Fields that cannot be set, and what decides them."""
 
 
 @cache
@@ -161,7 +161,7 @@ def _read_fields() -> Iterator[FlagSpec]:
             annotation = ast.unparse(node.annotation)
             words = set(re.findall(r"[\w.]+", re.sub(r"'[^']*'", "str", annotation)))
             allowed = words - _NOT_TYPES - _LISTS
-            if field.startswith("_") or field in OURS or not allowed or not allowed <= _TYPES.keys():
+            if field.startswith("_") or field in DECIDED_BY_TRAINER or not allowed or not allowed <= _TYPES.keys():
                 continue  # private, decided by the trainer, or a function, a torch type or an object
             yield FlagSpec(
                 name=field.replace("_", "-"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, DataError, suggest
-from agentrl.train.megatron.megatron_flags import OURS, FlagSpec, megatron_flags
+from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, FlagSpec, megatron_flags
 from agentrl.train.megatron.model_config import ModelShape, read_shape
 
 Settings = Mapping[str, Any]
@@ -100,8 +100,8 @@ def check_settings(settings: Settings, shape: ModelShape, *, cpu: bool) -> None:
 def _check_names(settings: Settings) -> None:
     specs = {spec.field: spec for spec in megatron_flags().values()}
     for name, value in settings.items():
-        if name in OURS:
-            raise ConfigError(f"[megatron] {name} cannot be set; what decides it: {OURS[name]}")
+        if name in DECIDED_BY_TRAINER:
+            raise ConfigError(f"[megatron] {name} cannot be set; what decides it: {DECIDED_BY_TRAINER[name]}")
         if name not in specs:
             raise ConfigError(f"[megatron]: megatron-core has no setting {name!r}{suggest(name, specs)}")
         _check_type(specs[name], value)
