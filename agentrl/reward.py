@@ -24,7 +24,7 @@ class Reward:
 
     fn: Callable[..., Any]
     name: str
-    """of the component in records and metrics"""
+    """name of the component in records and metrics"""
     weight: float = 1.0
     """factor in the score; 0: reported, not part of the score"""
     group: bool = False

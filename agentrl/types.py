@@ -172,7 +172,7 @@ class ToolResult:
     full_bytes: int | None = None
     """size of the full result, in bytes of UTF-8, if `content` is truncated; None: it is complete"""
     sha256: str | None = None
-    """of the full result, if `content` is truncated"""
+    """hash of the full result, if `content` is truncated"""
     duration_s: float = 0.0
     parts: tuple[Mapping[str, Any], ...] | None = None
     """texts and images in order, as parts of a message's content; `content` holds the texts alone. None: no images"""
@@ -275,7 +275,7 @@ class Span:
     policy_version: int | None = None
     """version of the weights that sampled it; None: not SAMPLED"""
     temperature: float = 1.0
-    """of the sampling"""
+    """sampling temperature"""
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -330,7 +330,7 @@ class Turn:
     observation_cut_tokens: int = 0
     """tokens of the observation that did not fit into the context"""
     seed: int = 0
-    """of the generation"""
+    """seed of the generation"""
     timings: Mapping[str, float] = field(default_factory=dict)
     """generate_s, tools_s, env_s in seconds; and cached_tokens"""
     agent_id: str = "policy"
@@ -405,11 +405,11 @@ class Trajectory:
     state: Mapping[str, Any] = field(default_factory=dict)
     """the return value of `Env.state` at the end"""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """by component; None: the component abstained"""
+    """value of each component; None: the component abstained"""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """of the components, by name"""
+    """weight of each component"""
     seed: int = 0
-    """of the episode; all its other seeds are derived from it"""
+    """seed of the episode, from which all its other seeds are derived"""
     demonstration: bool = False
     """True: an expert wrote the turns"""
     timings: Mapping[str, float] = field(default_factory=dict)

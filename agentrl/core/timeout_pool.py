@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from agentrl.errors import InfraError
 
 CANCEL_GRACE_S = 1.0
-"""for the cleanup of a cancelled coroutine, before it counts as hanging"""
+"""Time that a cancelled coroutine has for its cleanup before it counts as hanging."""
 _PURE = "__agentrl_pure__"
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -30,7 +30,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """do not stop at the model's end token; `stop_token_ids` still apply"""
     seed: int = 0
-    """for engines that are deterministic"""
+    """seed of the generation; used by deterministic engines"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class ScriptedEngine:
         return list(self._encode(answer))
 
     def _generation(self, request: ScriptedRequest, answer: list[int], max_new_tokens: int) -> Generation:
-        """End an answer where a real engine would end it."""
+        """Truncate an answer where a real engine would stop."""
         sampling = request.sampling
         ends = set(sampling.stop_token_ids)
         if self._end_id is not None and not sampling.ignore_eos:

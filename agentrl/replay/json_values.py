@@ -43,7 +43,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def excerpts(a: Any, b: Any) -> tuple[Any, Any]:
-    """Of two texts the excerpts around their first difference; other values unchanged."""
+    """Return excerpts of two texts around their first difference. Other values are returned unchanged."""
     if isinstance(a, str) and isinstance(b, str):
         start = max(0, first_difference(a, b) - _CHARS_BEFORE)
         return a[start : start + _CHARS_SHOWN], b[start : start + _CHARS_SHOWN]

@@ -50,7 +50,7 @@ class PlaybackGenerator:
     def __init__(self, recorded: Trajectory) -> None:
         self.recorded = recorded
         self.turn = 0
-        """of the next generation"""
+        """turn of the next generation"""
         self.departure: Departure | None = None
 
     async def generate(

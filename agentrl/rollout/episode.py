@@ -81,7 +81,7 @@ class Limits:
     max_response_tokens: int = 4096
     """all tokens after the prompt: sampled, observations, chat template"""
     max_tokens_per_turn: int | None = None
-    """of one generation; None: what the response budget leaves"""
+    """maximum tokens of one generation; None: what the response budget leaves"""
     context_length: int = 8192
     """tokens of prompt and response together"""
     episode_timeout_s: float = 600.0

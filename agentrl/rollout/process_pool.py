@@ -33,15 +33,15 @@ from agentrl.types import EpisodeSpec, Trajectory
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
-"""until the first heartbeat: imports, and the runner factory"""
+"""Time limit of the first heartbeat, which follows the imports and the runner factory."""
 HEARTBEAT_TIMEOUT_S = 60.0
-"""without a heartbeat; then the event loop of the process is blocked"""
+"""A process without a heartbeat for this time is replaced: its event loop is blocked."""
 CLOSE_TIMEOUT_S = 120.0
-"""for the end of a rollout in a process"""
+"""Time limit for ending a rollout in a process."""
 JOIN_TIMEOUT_S = 5.0
-"""until a process whose socket was closed is killed"""
+"""A process is killed this long after its socket was closed."""
 MAX_DEATHS = 3
-"""of one process in one rollout; one more ends the run"""
+"""Deaths of one process that are tolerated in one rollout; one more ends the run."""
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the locks of threads
 
 
@@ -88,7 +88,7 @@ class RemoteRunner:
         self.scorer = scorer
         self._processes = processes
         self._process_of: dict[int, _Process] = {}
-        """by group"""
+        """process of each group, by group index"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """See `EpisodeRunner.run`."""
@@ -121,7 +121,7 @@ class _Process:
         self._requests = 0
         self._deaths = 0
         self._rollout_settings: bytes | None = None
-        """of the rollout in progress"""
+        """settings of the rollout in progress, pickled"""
         self._error: Exception | None = None
         """the error that ended this rollout"""
         self._process: multiprocessing.process.BaseProcess | None = None

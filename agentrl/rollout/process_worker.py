@@ -37,9 +37,9 @@ from agentrl.types import (
 )
 
 HEARTBEAT_S = 5.0
-"""between two heartbeats"""
+"""Time between two heartbeats."""
 ORPHAN_GRACE_S = 120.0
-"""for closing what runs after the controller is gone; then the process ends, even if user code blocks its event loop"""
+"""Time for closing episodes after the controller is gone. Then the process ends, even if user code blocks its event loop."""
 _HEADER = struct.Struct("!BQQ")
 """message kind, request number, payload length"""
 _NO_TASK = Task("", "")

@@ -54,7 +54,7 @@ class Recording:
         self.being_written = False
         """True if a writer, in any process, had the last file open at the last refresh"""
         self.advantages: dict[str, float] = {}
-        """by episode id, of the episodes that were trained on"""
+        """advantages of the episodes that were trained on, by episode id"""
         self._progress: dict[Path, _Progress] = {}
         self._by_id: dict[str, IndexEntry] = {}
         self._steps_by_id: dict[str, IndexEntry] = {}

@@ -68,7 +68,7 @@ class Sample:
     """number of tokens after the prompt"""
     label: Any = None
     reward: float | dict[str, float] | None = None
-    """of the episode, so equal in all its samples; a dict has named components"""
+    """reward of the episode, equal in all its samples; a dict has named components"""
     loss_mask: list[int] | None = None
     """[response_length] of 0 and 1; None: not known yet (status PENDING)"""
     rollout_log_probs: list[float] | None = None

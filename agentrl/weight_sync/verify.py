@@ -29,9 +29,9 @@ class Expected:
     ids: tuple[int, ...]
     """the fixed sequence"""
     log_probs: tuple[float, ...]
-    """of ids[1:], by the trainer"""
+    """the trainer's log-probs of ids[1:]"""
     limit: float
-    """of the mean absolute difference of log-probs, in nats"""
+    """upper bound of the mean absolute difference of log-probs, in nats"""
     checksums: dict[str, dict[str, str]]
     """kind of checksum -> the server's parameter name -> checksum"""
 

@@ -77,7 +77,7 @@ async def test_images_go_beside_the_ids_one_placeholder_each(double, engine):
     double.image_tokens = (3, 3)  # a server whose processor is set otherwise
     with pytest.raises(EngineFailure, match="read 9 tokens with images, the renderer gave 8") as e:
         await engine.generate(ids, FIVE, session="a", images=placed)
-    assert e.value.cause == "engine: images expanded otherwise"
+    assert e.value.cause == "engine: image expansion differs"
     await engine.generate(ids, FIVE, session="a")
     assert "image_data" not in double.bodies[-1]
 

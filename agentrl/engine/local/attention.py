@@ -27,11 +27,11 @@ class _PrefillChunk:
     """A chunk of more than one token."""
 
     offset: int
-    """of its first token in the batch"""
+    """index of its first token in the batch"""
     positions: Tensor
     """`[tokens]`"""
     blocks: Tensor
-    """of its session, up to its last token"""
+    """blocks of its session, up to its last token"""
 
     def mask(self, window: int | None) -> Tensor:
         """`[tokens, blocks * BLOCK]`: 0 where a token attends, else -inf."""
@@ -70,7 +70,7 @@ class Batch:
     distinct: bool
     """all decode tokens belong to different sessions (not so when a session is computed again)"""
     masks: dict[Any, Any] = field(default_factory=dict)
-    """by sliding window; computed once for all layers"""
+    """masks by sliding window, computed once for all layers"""
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], rows: int, pool: BlockPool) -> Batch:

@@ -250,7 +250,7 @@ class SGLangEngine:
         flight.resends += 1
         if flight.resends > MAX_RESENDS:
             raise EngineAbort(
-                f"{self.address} aborted a request {flight.resends} times without a token", "engine: gives up"
+                f"{self.address} aborted a request {flight.resends} times without a token", "engine: repeated aborts"
             )
 
     def _check_version(self, generation: Generation, flight: _Flight) -> None:

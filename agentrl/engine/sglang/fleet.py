@@ -160,7 +160,7 @@ class Fleet:
         ready = self._in_state("ready")
         if not ready:
             reasons = "; ".join(f"{m.engine.address}: {m.reason}" for m in self.members)
-            raise EngineFailure(f"no engine is ready: {reasons}", "engine: none left")
+            raise EngineFailure(f"no engine is ready: {reasons}", "engine: none ready")
         return await ready[0].engine.health()
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Fleet:
         except TimeoutError:
             reasons = "; ".join(f"{m.engine.address}: {m.state}: {m.reason}" for m in self.members)
             raise EngineFailure(
-                f"no engine came back within {patience_s:g} s: {reasons}", "engine: none left"
+                f"no engine came back within {patience_s:g} s: {reasons}", "engine: none ready"
             ) from None
         if self._closed:
             raise EngineFailure("the engines are closed", "engine closed")

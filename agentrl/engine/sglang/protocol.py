@@ -143,12 +143,12 @@ def check_prompt(response: Mapping[str, Any], ids: Sequence[int], address: str) 
         raise EngineFailure(
             f"{address}/generate read {length if prompt_ids is None else len(prompt_ids)} tokens with images, the renderer gave {len(ids)}, "
             "or the ids differ: the server's image processor is configured differently from the model folder's, or it tokenised the text again",
-            "engine: images expanded otherwise",
+            "engine: image expansion differs",
         )
 
 
 def read_version(text: Any, unnamed: int) -> int:
-    """A weight version as a policy version. `unnamed`: the version of weights without a number, with which the server started."""
+    """Convert a server's weight version to a policy version. `unnamed` is that of initial weights, whose version is not a number."""
     return int(text) if str(text).isdigit() else unnamed
 
 
@@ -188,7 +188,7 @@ def read_generation(response: Mapping[str, Any], unnamed_version: int, address: 
     log_probs, ids = tuple(zip(*triples, strict=True))[:2] if triples else ((), ())
     output_ids = response.get("output_ids")
     if not _INT.issuperset(map(type, ids)):
-        raise EngineFailure(f"{address}/generate returned ids that are not integers", "engine: ids are no integers")
+        raise EngineFailure(f"{address}/generate returned ids that are not integers", "engine: ids not integers")
     if output_ids is not None and tuple(output_ids) != ids:
         raise EngineFailure(
             f"{address}/generate: output_ids ({len(output_ids)}) and the ids of output_token_logprobs ({len(ids)}) differ",
