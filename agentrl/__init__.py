@@ -1,8 +1,8 @@
 """agentrl: reinforcement learning for language-model agents over multi-turn episodes.
 
-    from agentrl import Env, ToolEnv, Tool, tool, reward, StepResult
+    from agentrl import Env, StepResult, Tool, ToolEnv, reward, tool
 
-Importing it imports no torch.
+Importing agentrl does not import torch.
 """
 
 from agentrl.env import Env, ToolEnv, register_env

@@ -26,7 +26,7 @@ from agentrl.tool import ToolSpec
 from agentrl.types import Action, Message, Observation, StepResult, Trajectory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """One continuation of the episode."""
 
@@ -127,7 +127,8 @@ async def fork(
             raise StoreError(
                 f"episode {recorded.episode_id}: today's code does not reach turn {turn} as recorded; agentrl replay reports where it differs"
             )
-        branches.append(Branch(number, seed, trajectory, _differs_at(recorded, trajectory)))
+        differs_at = _differs_at(recorded, trajectory)
+        branches.append(Branch(number=number, seed=seed, trajectory=trajectory, differs_at=differs_at))
     return branches
 
 

@@ -30,7 +30,7 @@ class LeftRecordError(EngineAbort):
         super().__init__(f"the replay left the record: {kind}", "left the record")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
     """Where and how today's code left the record."""
 
@@ -88,7 +88,7 @@ class PlaybackGenerator:
 
     def leave(self, kind: str, turn: int, ids: Sequence[int] = (), room: int = 0) -> LeftRecordError:
         """Note the departure, if it is the first, and return the error to raise."""
-        self.departure = self.departure or Departure(kind, turn, tuple(ids), room)
+        self.departure = self.departure or Departure(kind=kind, turn=turn, sent=tuple(ids), room=room)
         return LeftRecordError(kind)
 
     def _raise_recorded_end(self, ids: Sequence[int]) -> None:

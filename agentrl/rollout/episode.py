@@ -73,7 +73,7 @@ ExecuteTools = Callable[[Mapping[str, ToolSpec], Action], Awaitable[Action]]
 RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The bounds of an episode."""
 

@@ -19,7 +19,7 @@ _GC_THRESHOLD = 100_000
 Progress = Callable[[Trajectory], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutLimits:
     """The concurrency of a rollout, and how many failures it tolerates."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from agentrl.types import Action, Message, Observation, Turn
@@ -12,7 +13,7 @@ _NOTHING = Observation()
 
 @dataclass(slots=True, kw_only=True)
 class TurnDraft:
-    """A turn from its generation to its observation; the fields are those of `Turn`."""
+    """A turn from its generation to its observation. The fields are those of `Turn`."""
 
     index: int
     segment: int
@@ -27,22 +28,11 @@ class TurnDraft:
     info: dict[str, Any] = field(default_factory=dict)
     state_key: str | None = None
     observation_cut_tokens: int = 0
+    agent_id: str = "policy"
     context: tuple[Message, ...] | None = None
 
     def complete(self) -> Turn:
-        return Turn(
-            index=self.index,
-            segment=self.segment,
-            context_length=self.context_length,
-            action=self.action,
-            observation=self.observation,
-            reward=self.reward,
-            info=self.info,
-            state_key=self.state_key,
-            matched_stop=self.matched_stop,
-            context_crc=self.context_crc,
-            observation_cut_tokens=self.observation_cut_tokens,
-            seed=self.seed,
-            timings=self.timings,
-            context=self.context,
-        )
+        return Turn(*_turn_values(self))
+
+
+_turn_values = attrgetter(*(f.name for f in fields(Turn)))

@@ -136,7 +136,12 @@ class Components:
     def rollout_limits(self) -> RolloutLimits:
         """Bounds of a rollout."""
         r = self.config.rollout
-        return RolloutLimits(r.concurrency, r.max_retries, r.min_group_size, r.max_failure_share)
+        return RolloutLimits(
+            concurrency=r.concurrency,
+            max_retries=r.max_retries,
+            min_group_size=r.min_group_size,
+            max_failure_share=r.max_failure_share,
+        )
 
     def runner(
         self, engine: Generator, *, temperature: float, seed: int, keep: SaveOutput | None = None, processes: int = 1

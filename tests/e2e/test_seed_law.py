@@ -1,4 +1,4 @@
-"""The seed law on the local engine, through the runner: equal episodes whatever runs beside them (design §8)."""
+"""The seed law on the local engine, through the runner: equal episodes whatever runs beside them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""One episode: what ends it (design §6), and contracts that user code breaks."""
+"""One episode: what ends it, and contracts that user code breaks."""
 
 import pytest
 from doubles import SAMPLED, call, play, trajectory
@@ -17,7 +17,7 @@ def _fresh():
     Echo.made = []
 
 
-# -- what ends an episode (design §6) --------------------------------------------------------------------------------
+# -- what ends an episode --------------------------------------------------------------------------------
 
 
 class Raises(Echo):
