@@ -309,7 +309,7 @@ def test_a_model_without_weights(here, model, capsys, command):
 
 def test_a_model_config_without_a_key_of_the_shape(here, model, capsys):
     (model / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != "rms_norm_eps"}))
-    assert "does not say rms_norm_eps" in refused(capsys, "train", "--model", str(model))
+    assert "has no key rms_norm_eps" in refused(capsys, "train", "--model", str(model))
 
 
 def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):

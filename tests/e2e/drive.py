@@ -38,7 +38,7 @@ def kill_in_train(number: int) -> None:
         if calls[0] < number:
             return step(self, rows, loss, lr)
         sent = threading.Event()
-        connection = self.workers.connections[0]
+        connection = self.pool.connections[0]
         send = type(connection).send
 
         def noted(conn, message):

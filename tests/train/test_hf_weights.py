@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from agentrl.errors import ConfigError, DataError  # noqa: E402
-from agentrl.train.megatron.hf_weights import Layout, final_shape, source, to_hugging_face, to_megatron  # noqa: E402
-from agentrl.train.megatron.model_config import read_shape  # noqa: E402
+from agentrl.train.megatron.hf_weights import WeightLayout, conversion, final_shape, to_hugging_face, to_megatron  # noqa: E402
+from agentrl.train.megatron.model_config import read_model_config  # noqa: E402
 
-LAYOUT = Layout(groups=4, queries_per_group=2, head_dim=8, vocab_size=50, padded_vocab_size=52, tied=False)
+LAYOUT = WeightLayout(groups=4, queries_per_group=2, head_dim=8, vocab_size=50, padded_vocab_size=52, tied=False)
 SHAPES = {
     "copy": [(16,)],
     "vocab": [(50, 16)],
@@ -42,7 +42,7 @@ def test_biases_are_grouped_like_their_weights():
 
 def test_a_parameter_without_counterpart_is_refused():
     with pytest.raises(DataError, match="router"):
-        source("decoder.layers.0.mlp.router.weight", LAYOUT)
+        conversion("decoder.layers.0.mlp.router.weight", LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_models_that_cannot_be_built_exactly_are_refused(tmp_path, config, what)
 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=what):
-        read_shape(tmp_path)
+        read_model_config(tmp_path)

@@ -11,7 +11,7 @@ from agentrl.train.base import LossConfig, Row  # noqa: E402
 from agentrl.train.batch_plan import balance, batch_plan, split  # noqa: E402
 from agentrl.train.megatron.loss import TokenData, kl_estimate, surrogate, token_loss, vocab_parallel_log_probs  # noqa: E402
 from agentrl.train.megatron.micro_batch import collate  # noqa: E402
-from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, metrics  # noqa: E402
+from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics  # noqa: E402
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_all_terms_and_statistics_by_hand():
     assert s["diff"] == pytest.approx(math.log(4), rel=1e-5)
     assert m["diff_max"] == pytest.approx(math.log(4), rel=1e-5)
     assert m["ratio_max"] == pytest.approx(1.25, rel=1e-5)
-    told = metrics(s, m, loss)
+    told = step_metrics(s, m, loss)
     assert told["clip_fraction"] == pytest.approx(1 / 3)
     assert told["tis_mean"] == pytest.approx((0.25 * 2 + 0.5 * 0.2) / 0.75, rel=1e-5)
     assert told["rollout_log_prob_diff_mean"] == pytest.approx(math.log(4), rel=1e-5)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 RANK = """
 import os, subprocess, sys
-from agentrl.train.megatron import rank_process as worker
+import time
+from agentrl.core.child_process import exit_with_parent
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])  # as megatron keeps one
 controller = os.getppid()  # before it can be gone
 print(os.getpid(), helper.pid, flush=True)
-worker._watch_parent(controller)
+exit_with_parent(controller)
+time.sleep(300)
 """
 CONTROLLER = """
 import subprocess, sys

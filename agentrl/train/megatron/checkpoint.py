@@ -1,8 +1,8 @@
-"""Distributed checkpoints (megatron-core's dist_checkpointing): model, optimizer and random state, readable at another parallel size.
+"""Distributed checkpoints (megatron-core's dist_checkpointing) of model, optimizer and random state, readable at another parallel size.
 
-The optimizer is written in model space ('fully_reshardable'). Torch's AdamW keeps its step count as a tensor per parameter, which that format
-neither carries nor expects: it is taken from the parameter groups, one tensor each (megatron hands all parameters the same one, which every
-parameter's update would then advance).
+The optimizer is written in model space ('fully_reshardable'). That format does not contain the step count, which torch's AdamW keeps as one
+tensor per parameter. It is restored from the parameter groups, and cloned for each parameter: megatron gives all parameters the same tensor,
+which every parameter's update would advance.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fu
 
 
 def save(built: Built, path: Path, steps: int) -> None:
-    """Write a checkpoint into the existing, empty folder `path`; called on all ranks."""
-    dist_checkpointing.save(
-        {**_state(built, loading=False), "generators": _sharded_generators(), "steps": steps, "layout": _layout()},
-        str(path),
-    )
+    """Write a checkpoint into the empty folder `path`; called on all ranks."""
+    state = _state(built, loading=False)
+    state |= {"generators": _sharded_generators(), "steps": steps, "layout": _layout()}
+    dist_checkpointing.save(state, str(path))
 
 
 def load(built: Built, path: Path) -> int:
-    """Read a checkpoint into model, optimizer and generators; returns the optimizer steps done. Called on all ranks.
+    """Read a checkpoint into model, optimizer and random generators; returns its optimizer steps. Called on all ranks.
 
-    At another tensor or pipeline size than it was written at, generators stay as they are.
+    The generators are left unchanged if the tensor or pipeline parallel size differs from the checkpoint's.
     """
     same = tuple(dist_checkpointing.load_common_state_dict(str(path))["layout"]) == _layout()
     generators = {"generators": _sharded_generators()} if same else {}
@@ -53,7 +52,7 @@ def load(built: Built, path: Path) -> int:
 
 
 def _state(built: Built, *, loading: bool) -> dict[str, Any]:
-    _begin(built.optimizer)
+    _initialise(built.optimizer)
     model = built.model.sharded_state_dict()
     optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
     return {"model": model, "optimizer": optimizer}
@@ -68,7 +67,7 @@ def _layout() -> tuple[int, int]:
 
 
 def _sharded_generators() -> ShardedObject:
-    """One state for each place in the model; data-parallel ranks share theirs."""
+    """One state for each tensor and pipeline rank; data-parallel ranks have the same."""
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     return ShardedObject(
         "generators", _generators(), _layout(), place, replica_id=parallel_state.get_data_parallel_rank()
@@ -76,16 +75,16 @@ def _sharded_generators() -> ShardedObject:
 
 
 @torch.no_grad()
-def _begin(optimizer: Any) -> None:
-    """Give a torch Adam that has not stepped yet the state it will begin with: megatron can neither write nor fill an empty one."""
+def _initialise(optimizer: Any) -> None:
+    """Create the initial state of a torch Adam that has not stepped yet: megatron can neither write nor fill an empty state."""
     for part in _parts(optimizer):
-        inner = part.optimizer
-        for parameter in (
-            (p for g in inner.param_groups for p in g["params"]) if isinstance(inner, torch.optim.Adam) else ()
-        ):
-            if not inner.state[parameter]:
+        adam = part.optimizer
+        if not isinstance(adam, torch.optim.Adam):
+            continue
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+                adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -94,7 +93,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 @contextmanager
 def _steps_from_groups(optimizer: Any) -> Iterator[None]:
-    """While loading, let each parameter keep the 'step' that the parameter groups gave it, although the checkpoint has none for it."""
+    """While loading, each parameter keeps the step count of its parameter group, which the checkpoint lacks."""
 
     def keeping(part: Any, original: Any) -> Any:
         def fill(parameter: Any, tensors: dict[str, Any]) -> None:

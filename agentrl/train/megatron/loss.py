@@ -1,6 +1,6 @@
 """The losses, over flat arrays of trained tokens, and log-probabilities from vocabulary-parallel logits.
 
-Everything is a plain sum of weight × term over tokens; the global denominator is already in the weights (design §7), and nothing here averages.
+Every loss is a plain sum of weight × term over tokens. The weights contain the global denominator; nothing here averages.
 With r = exp(log π − log π_old), A the advantage, x = log π_ref − log π:
 
     surrogate   max(−A r, −A clip(r, 1 − ε, 1 + ε_high))        PPO, Schulman et al. 2017, eq. 7; ε_high > ε: DAPO, Yu et al. 2025, §3.1
@@ -25,22 +25,22 @@ from agentrl.train.base import LossConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """What the loss needs to know of each trained token; all arrays have shape [n], fp32."""
+    """Inputs of the loss for each trained token; all tensors have shape [n], fp32."""
 
     weights: Tensor
     advantages: Tensor
     rollout_log_probs: Tensor
-    """0: the engine did not sample this token"""
+    """0 where the engine did not sample the token"""
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:
-    """The clipped policy loss per token and where clipping is active (its gradient is zero there)."""
+    """The clipped policy loss per token, and where clipping is active (the gradient is zero there)."""
     high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
-    free = -advantages * ratio
-    kept = -advantages * ratio.clamp(1 - loss.eps_clip, 1 + high)
-    value, clipped = torch.maximum(free, kept), kept > free
+    unclipped = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - loss.eps_clip, 1 + high)
+    value, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
     if loss.eps_clip_c is not None:
         bound = -advantages * loss.eps_clip_c
         over = (advantages < 0) & (value > bound)
@@ -49,7 +49,7 @@ def surrogate(ratio: Tensor, advantages: Tensor, loss: LossConfig) -> tuple[Tens
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """One of Schulman's estimators of KL(π || π_ref) per token, with its plain gradient."""
+    """An estimator of KL(π || π_ref) per token, with its plain gradient."""
     x = ref_log_probs - log_probs
     if kind == "k1":
         return -x
@@ -64,22 +64,21 @@ def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossCo
     """The loss of one micro-batch.
 
     Args:
-        log_probs: [n], of the trained tokens by the current weights, with gradient.
-        entropy: [n], of the distributions they were drawn from.
-        data: the rest, [n] each.
+        log_probs: [n], of the trained tokens under the current weights, with gradient.
+        entropy: [n], of the current distributions at the trained tokens.
+        data: the other inputs.
         loss: kind and coefficients.
 
     Returns:
-        The summed loss (scalar, with gradient), the sums of `metrics.SUMS` and the maxima of `metrics.MAXIMA` (both fp64, detached).
+        The summed loss (scalar, with gradient), and `SUMS` and `MAXIMA` of step_metrics.py (fp64, detached).
     """
-    w, now = data.weights, log_probs.detach()
-    old = now if data.old_log_probs is None else data.old_log_probs
-    ratio, kl = torch.exp(log_probs - old), torch.zeros_like(now)
-    tis = (
-        torch.exp(old - data.rollout_log_probs).clamp(max=loss.tis_threshold) if loss.use_tis else torch.ones_like(now)
-    )
+    w, current = data.weights, log_probs.detach()
+    old = current if data.old_log_probs is None else data.old_log_probs
+    ratio, kl, tis = torch.exp(log_probs - old), torch.zeros_like(current), torch.ones_like(current)
+    if loss.use_tis:
+        tis = torch.exp(old - data.rollout_log_probs).clamp(max=loss.tis_threshold)
     if loss.kind == "sft":
-        pg, clipped = -log_probs, torch.zeros_like(now)
+        pg, clipped = -log_probs, torch.zeros_like(current)
         total = (w * pg).sum()
     else:
         pg, clipped = surrogate(ratio, data.advantages, loss)
@@ -91,17 +90,18 @@ def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossCo
         if loss.entropy_coef:
             total = total - loss.entropy_coef * (w * entropy).sum()
     with torch.no_grad():
-        on, sampled = w != 0, (w != 0) & (data.rollout_log_probs != 0)
+        trained = w != 0
+        sampled = trained & (data.rollout_log_probs != 0)
         diff = torch.where(sampled, (old - data.rollout_log_probs).abs(), 0.0)
         weighted = [(w * x.detach()).sum(dtype=torch.float64) for x in (pg * tis, kl, entropy, clipped, tis, ratio)]
-        counts = [x.sum(dtype=torch.float64) for x in (w, diff, sampled, on)]
+        counts = [x.sum(dtype=torch.float64) for x in (w, diff, sampled, trained)]
         sums = torch.stack([total.detach().double(), *weighted, *counts])
-        maxima = torch.stack([torch.where(on, x, 0.0).max().double() for x in (diff, ratio, tis)])
+        maxima = torch.stack([torch.where(trained, x, 0.0).max().double() for x in (diff, ratio, tis)])
     return total, sums, maxima
 
 
 class _VocabParallel(torch.autograd.Function):
-    """log-prob of a label and entropy, from logits whose columns are spread over tensor-parallel ranks."""
+    """Log-prob of the label and entropy, from logits whose columns are divided among tensor-parallel ranks."""
 
     @staticmethod
     def forward(
@@ -111,10 +111,10 @@ class _VocabParallel(torch.autograd.Function):
         peak = x.max(-1).values
         _reduce(peak, group, torch.distributed.ReduceOp.MAX)
         x -= peak[:, None]
-        local = labels - start
-        mine = (local >= 0) & (local < x.shape[1])
-        local = torch.where(mine, local, 0)
-        picked = torch.where(mine, x.gather(1, local[:, None])[:, 0], 0.0)
+        column = labels - start
+        own = (column >= 0) & (column < x.shape[1])
+        column = torch.where(own, column, 0)
+        picked = torch.where(own, x.gather(1, column[:, None])[:, 0], 0.0)
         p = x.exp()
         totals = torch.stack([p.sum(-1), (p[:, None] @ x[:, :, None])[:, 0, 0], picked])
         _reduce(totals, group, torch.distributed.ReduceOp.SUM)
@@ -122,21 +122,21 @@ class _VocabParallel(torch.autograd.Function):
         p /= total[:, None]
         log_total = total.log()
         entropy = log_total - moment / total
-        ctx.save_for_backward(p, local, mine, inverse_temperature, entropy)
+        ctx.save_for_backward(p, column, own, inverse_temperature, entropy)
         ctx.set_materialize_grads(False)
         return picked - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p_y / dx_v = [v = y] − p_v;  d H / dx_v = −p_v (log p_v + H)."""
-        p, local, mine, inverse_temperature, entropy = ctx.saved_tensors
+        p, column, own, inverse_temperature, entropy = ctx.saved_tensors
         by_label, by_entropy = grads
         if by_label is None:
             by_label = torch.zeros_like(entropy)
         grad = p * -(by_label if by_entropy is None else by_label + by_entropy * entropy)[:, None]
         if by_entropy is not None:
             grad -= torch.special.xlogy(p, p) * by_entropy[:, None]
-        grad.scatter_add_(1, local[:, None], (by_label * mine)[:, None])
+        grad.scatter_add_(1, column[:, None], (by_label * own)[:, None])
         grad *= inverse_temperature[:, None]
         return grad, None, None, None, None
 
@@ -152,15 +152,15 @@ def vocab_parallel_log_probs(
     """Log-probabilities of labels, and entropies, of softmax(logits / temperature).
 
     Args:
-        logits: [n, v], this rank's columns of the (padded) vocabulary, from `start` on.
-        labels: [n], int64, in the whole vocabulary.
+        logits: [n, v], this rank's columns of the (padded) vocabulary.
+        labels: [n], int64, ids of the whole vocabulary.
         temperature: [n], > 0.
-        vocab_size: real size of the vocabulary; padded columns beyond it take no part.
+        vocab_size: size of the vocabulary without padding; padded columns are ignored.
         start: index of this rank's first column.
         group: tensor-parallel process group; None: one rank.
 
     Returns:
-        log-probs [n] and entropies [n], fp32, equal on all ranks of the group; the gradient of the logits is this rank's part.
+        Log-probs [n] and entropies [n], fp32, equal on all ranks of the group. The gradient of the logits is this rank's part.
     """
     padded = start + logits.shape[1] - vocab_size
     if padded > 0:

@@ -1,43 +1,46 @@
-"""Megatron's settings, checked against a model's shape and this machine before anything starts. No torch."""
+"""Megatron's settings, checked against the model and this machine before anything starts. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, DataError, suggest
 from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, FlagSpec, megatron_flags
-from agentrl.train.megatron.model_config import ModelShape, read_shape
+from agentrl.train.megatron.model_config import ModelConfig, read_model_config
 
 Settings = Mapping[str, Any]
 """by the field names of megatron's dataclasses"""
+_UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
 
 
-def check_trainer(folder: Path, settings: Settings, asked: int | None, cards: int) -> None:
-    """Everything that can be known to fail before a rank is started; `cards`: the machine's GPUs (0: the ranks run on its CPU).
+def check_trainer(folder: Path, settings: Settings, requested_ranks: int | None, gpus: int) -> None:
+    """Check everything that can be known before a rank starts. `gpus`: GPUs of this machine; 0: the ranks run on its CPU.
 
     Raises:
-        UsageError: one sentence.
+        UsageError: the trainer cannot start.
     """
-    shape = read_shape(folder)
-    check_settings(settings, shape, cpu=not cards)
-    ranks, _ = world(settings, asked)
-    if 0 < cards < ranks:
-        raise ConfigError(f"the trainer needs {ranks} GPUs, one for each rank; this machine has {cards}")
+    check_settings(settings, read_model_config(folder), cpu=not gpus)
+    ranks, _ = rank_counts(settings, requested_ranks)
+    if 0 < gpus < ranks:
+        raise ConfigError(f"the trainer needs {ranks} GPUs, one for each rank; this machine has {gpus}")
     weight_files(folder)
 
 
-def world(settings: Settings, asked: int | None) -> tuple[int, int]:
-    """(ranks, ranks of one data-parallel copy).
+def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
+    """(number of ranks, ranks of one data-parallel copy). `requested`: number of ranks; None: one copy.
 
     Raises:
-        ConfigError: the one is no multiple of the other.
+        ConfigError: the ranks do not divide into whole copies.
     """
     copy = settings.get("tensor_model_parallel_size", 1) * settings.get("pipeline_model_parallel_size", 1)
-    ranks = asked or copy
+    ranks = requested or copy
     if ranks % copy:
         raise ConfigError(
             f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of tensor × pipeline model parallel size = {copy}"
@@ -49,14 +52,14 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder.
 
     Raises:
-        DataError: there is none, or one that the index names is missing.
+        DataError: there are none, or a file named by the index is missing.
     """
     index = folder / "model.safetensors.index.json"
-    named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
-    missing = [name for name in named if not (folder / name).exists()]
-    if missing:
-        raise DataError(f"{folder} has no file {missing[0]}, which {index.name} names")
-    files = [folder / name for name in named] or sorted(folder.glob("*.safetensors"))
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+    for name in names:
+        if not (folder / name).exists():
+            raise DataError(f"{folder} has no file {name}, which {index.name} names")
+    files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
     if not files:
         raise DataError(
             f"{folder} holds no *.safetensors files; save the model with save_pretrained(…, safe_serialization=True)"
@@ -64,29 +67,29 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def insisted(shape: ModelShape) -> dict[str, Any]:
-    """Fields of TransformerConfig that follow from the model and from what the trainer is."""
+def required_settings(model: ModelConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig that follow from the model and the trainer."""
     return {
-        **shape.transformer,
+        **model.transformer,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
     }
 
 
-def check_settings(settings: Settings, shape: ModelShape, *, cpu: bool) -> None:
-    """Refuse what cannot work, in words.
+def check_settings(settings: Settings, model: ModelConfig, *, cpu: bool) -> None:
+    """Refuse settings that cannot work.
 
     Raises:
-        ConfigError: a name that megatron-core does not have, a value of the wrong type, or a contradiction.
+        ConfigError: unknown name, wrong type, or a contradiction.
     """
     _check_names(settings)
-    for name, value in insisted(shape).items():
+    for name, value in required_settings(model).items():
         if settings.get(name, value) != value:
             raise ConfigError(
                 f"{name} = {settings[name]!r} contradicts the model or the trainer, which need {value!r}; leave it out"
             )
-    _check_parallel(settings, shape)
+    _check_parallel(settings, model)
     if settings.get("expert_model_parallel_size", 1) > 1 or settings.get("num_moe_experts"):
         raise ConfigError("mixtures of experts are not supported: the model is dense")
     if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
@@ -114,24 +117,20 @@ def _check_type(spec: FlagSpec, value: Any) -> None:
         raise ConfigError(f"[megatron] {spec.field} takes a value of type {spec.type.__name__}; found {value!r}")
 
 
-def _check_parallel(settings: Settings, shape: ModelShape) -> None:
-    tp, pp = (settings.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
-    if min(tp, pp) < 1:
-        raise ConfigError(f"tensor and pipeline model parallel sizes must be at least 1, found {tp} and {pp}")
-    model = shape.transformer
-    for what, count in (
-        ("key-value heads", model["num_query_groups"]),
-        ("feed-forward channels (intermediate_size)", model["ffn_hidden_size"]),
+def _check_parallel(settings: Settings, model: ModelConfig) -> None:
+    tensor, pipeline = (settings.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
+    if min(tensor, pipeline) < 1:
+        raise ConfigError(f"tensor and pipeline model parallel sizes must be at least 1, found {tensor} and {pipeline}")
+    shape = model.transformer
+    for name, count in (
+        ("key-value heads", shape["num_query_groups"]),
+        ("feed-forward channels (intermediate_size)", shape["ffn_hidden_size"]),
     ):
-        if count % tp:
-            raise ConfigError(f"tensor_model_parallel_size {tp} does not divide the model's {count} {what}")
-    uneven = (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    )
-    if model["num_layers"] % pp and not any(settings.get(name) for name in uneven):
-        raise ConfigError(f"pipeline_model_parallel_size {pp} does not divide the model's {model['num_layers']} layers")
+        if count % tensor:
+            raise ConfigError(f"tensor_model_parallel_size {tensor} does not divide the model's {count} {name}")
+    layers = shape["num_layers"]
+    if layers % pipeline and not any(settings.get(name) for name in _UNEVEN_STAGES):
+        raise ConfigError(f"pipeline_model_parallel_size {pipeline} does not divide the model's {layers} layers")
     if settings.get("context_parallel_size", 1) > 1:
         raise ConfigError(
             "context_parallel_size > 1 is not supported: rows are padded, not packed; use tensor and sequence parallelism"
@@ -140,29 +139,5 @@ def _check_parallel(settings: Settings, shape: ModelShape) -> None:
         raise ConfigError(
             "virtual_pipeline_model_parallel_size is not supported: interleaved pipelines compute wrong numbers over gloo"
         )
-    if settings.get("sequence_parallel") and tp == 1:
+    if settings.get("sequence_parallel") and tensor == 1:
         raise ConfigError("sequence_parallel needs tensor_model_parallel_size > 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a rank must know to start."""
-
-    model: Path
-    """Hugging Face folder"""
-    megatron: Mapping[str, Any]
-    """settings by megatron's field names"""
-    dtype: str
-    """float32 or bfloat16"""
-    reference: bool
-    """keep a frozen copy"""
-    seed: int
-    threads: int
-    """of this process"""
-    rank: int
-    world: int
-    local_rank: int
-    """which GPU of this machine"""
-    port: int
-    timeout_s: float
-    """of collectives"""

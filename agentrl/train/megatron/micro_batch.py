@@ -1,13 +1,14 @@
-"""Rows padded on the right into micro-batches of tensors.
+"""Rows as micro-batches of tensors, padded on the right.
 
-A micro-batch holds the inputs as a matrix, but everything the loss speaks of as flat arrays over the chosen positions only: most tokens
-of an agent's episode are observations, and no logits are computed for them.
+The inputs are a matrix; the loss's tensors are flat and cover the chosen positions only. Most tokens of an agent's episode are observations,
+for which no logits are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,21 +18,21 @@ from agentrl.train.base import Row
 from agentrl.train.megatron.loss import TokenData
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Rows padded to one length. n is the number of chosen tokens."""
 
     inputs: Tensor
-    """[b, s] int64: each row but its last token; 0 where padded"""
+    """[b, s] int64: each row without its last token; 0 is padding"""
     index: Tensor
-    """[n] int64: where the chosen tokens are predicted, in the flattened [s, b]"""
+    """[n] int64: the positions that predict the chosen tokens, in the flattened [s, b]"""
     labels: Tensor
     """[n] int64: the chosen tokens"""
     temperature: Tensor
     """[n] fp32"""
     data: TokenData
     counts: tuple[int, ...]
-    """chosen tokens of each row; n is their sum, but 1 where that is 0"""
+    """number of chosen tokens of each row; n is their sum, or 1 where that is 0"""
 
 
 def collate(
@@ -40,10 +41,10 @@ def collate(
     """Pad rows into a micro-batch.
 
     Args:
-        rows: may be empty; then the result is one padded row whose only token has weight 0.
-        trained_only: choose the tokens with a weight; else every token but each row's first.
+        rows: may be empty; the result then is one row of padding with one chosen token of weight 0.
+        trained_only: choose the tokens with a weight; otherwise all tokens but each row's first.
         multiple: the padded length is a multiple of this.
-        device: where the tensors go.
+        device: the device of the tensors.
     """
     width = max((len(r.tokens) - 1 for r in rows), default=0)
     width = -(-max(width, 1) // multiple) * multiple
@@ -52,36 +53,39 @@ def collate(
     for i, row in enumerate(rows):
         inputs[i, : max(len(row.tokens) - 1, 0)] = row.tokens[:-1]
         chosen.append(np.flatnonzero(row.weights) if trained_only else np.arange(1, max(len(row.tokens), 1)))
-    counts = tuple(len(c) for c in chosen)
+    counts = tuple(map(len, chosen))
+
+    def tensor(array: np.ndarray, dtype: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+
     if not sum(counts):
-        zero, one = np.zeros(1, np.int64), np.ones(1, np.float32)
-        padding, index, labels, temperature = _tensors([inputs, zero, zero, one], device)
-        return MicroBatch(padding, index, labels, temperature, _nothing(device), counts)
-    where = np.concatenate([(c - 1) * len(inputs) + i for i, c in enumerate(chosen)])
-
-    def flat(name: str) -> np.ndarray:
-        return np.concatenate([getattr(r, name)[c] for r, c in zip(rows, chosen, strict=True)])
-
-    def optional(name: str) -> Tensor | None:
-        return (
-            None
-            if any(getattr(r, name) is None for r in rows)
-            else _tensors([flat(name).astype(np.float32)], device)[0]
+        zero = torch.zeros(1, device=device)
+        return MicroBatch(
+            inputs=tensor(inputs, np.int64),
+            index=tensor(np.zeros(1), np.int64),
+            labels=tensor(np.zeros(1), np.int64),
+            temperature=tensor(np.ones(1), np.float32),
+            data=TokenData(zero, zero, zero, None, None),
+            counts=counts,
         )
 
-    weights, advantages, rollout = _tensors(
-        [flat(n).astype(np.float32) for n in ("weights", "advantages", "rollout_log_probs")], device
+    def flat(name: str, dtype: Any = np.float32) -> Tensor:
+        return tensor(np.concatenate([getattr(r, name)[c] for r, c in zip(rows, chosen, strict=True)]), dtype)
+
+    def optional(name: str) -> Tensor | None:
+        return None if any(getattr(r, name) is None for r in rows) else flat(name)
+
+    return MicroBatch(
+        inputs=tensor(inputs, np.int64),
+        index=tensor(np.concatenate([(c - 1) * len(inputs) + i for i, c in enumerate(chosen)]), np.int64),
+        labels=flat("tokens", np.int64),
+        temperature=flat("temperature"),
+        data=TokenData(
+            weights=flat("weights"),
+            advantages=flat("advantages"),
+            rollout_log_probs=flat("rollout_log_probs"),
+            old_log_probs=optional("old_log_probs"),
+            ref_log_probs=optional("ref_log_probs"),
+        ),
+        counts=counts,
     )
-    data = TokenData(weights, advantages, rollout, optional("old_log_probs"), optional("ref_log_probs"))
-    flats = flat("tokens").astype(np.int64), flat("temperature").astype(np.float32)
-    padded, index, labels, temperature = _tensors([inputs, where, *flats], device)
-    return MicroBatch(padded, index, labels, temperature, data, counts)
-
-
-def _nothing(device: torch.device | str) -> TokenData:
-    zero = torch.zeros(1, device=device)
-    return TokenData(zero, zero, zero, None, None)
-
-
-def _tensors(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    return [torch.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=True) for a in arrays]

@@ -1,7 +1,7 @@
-"""Builds one rank's part of the model with megatron-core: process groups, GPTModel, DistributedDataParallel and the optimizer.
+"""Builds one rank's part of the model with megatron-core: GPTModel, DistributedDataParallel and the optimizer.
 
-Megatron's settings are three dataclasses of its own; a person's come by their field names, the model's shape from config.json, and what
-follows from running here (device, precision, plain sums instead of means) from us. Contradictions are refused.
+The fields of megatron's three dataclasses come from the user's settings, from the model's config.json, and from the trainer (device,
+precision, sums instead of means). Contradictions are refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from agentrl.train.megatron.hf_weights import HuggingFaceWeights, Layout, load, named_parameters, source
+from agentrl.train.megatron.hf_weights import HuggingFaceWeights, WeightLayout, conversion, load, named_parameters
 from agentrl.train.megatron.layers import block_spec
-from agentrl.train.megatron.megatron_settings import Settings, check_settings, insisted
-from agentrl.train.megatron.model_config import ModelShape, Rope
+from agentrl.train.megatron.megatron_settings import Settings, check_settings, required_settings
+from agentrl.train.megatron.model_config import ModelConfig, Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,76 +39,105 @@ class PolicyModel(GPTModel):
         if rope.llama3:
             self.rotary_pos_emb.inv_freq = _llama3_frequencies(self.rotary_pos_emb.inv_freq, rope.llama3)
         if self.post_process:
-            self._gathered = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
-            if (
-                self._gathered
-            ):  # the output layer is fed whole positions; its input gradients are summed instead of scattered
+            self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
+            if self._gathers:  # the output layer receives all positions; its input gradients are summed, not scattered
                 self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
             self.output_layer.register_forward_pre_hook(self._choose)
 
     def forward(self, inputs: Tensor, chosen: Tensor) -> Tensor:
-        """inputs [b, s], chosen [n] indices into the flattened [s, b] -> logits [1, n, v] on the last stage, hidden states [s, b, h] before."""
+        """Logits [1, n, v] on the last pipeline stage, hidden states [s, b, h] on the others.
+
+        Args:
+            inputs: [b, s], token ids.
+            chosen: [n], indices into the flattened [s, b].
+        """
         self._chosen = chosen
         return super().forward(inputs, None, None)
 
     def _choose(self, _: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = args[0]
-        if self._gathered:
+        if self._gathers:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return (hidden.flatten(0, 1).index_select(0, self._chosen)[:, None], *args[1:])
 
 
-def _llama3_frequencies(frequencies: Tensor, p: Mapping[str, float]) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, a linear blend between (Llama 3.1 model card; transformers)."""
-    turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    blend = ((turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])).clamp(0, 1)
-    return (1 - blend) * frequencies / p["factor"] + blend * frequencies
+def _llama3_frequencies(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
+    """Llama 3.1's scaling (as in transformers): long wavelengths are divided by `factor`, short ones kept, with a linear blend between."""
+    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * frequencies / rope["factor"] + blend * frequencies
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Built:
-    """One rank's part of the model."""
+    """One rank's part of the model, with its optimizer."""
 
     config: TransformerConfig
-    layout: Layout
+    layout: WeightLayout
     wrapped: DistributedDataParallel
-    """what the schedule runs"""
+    """the model in its wrappers, as megatron's schedule runs it"""
     optimizer: Any
     reference: torch.nn.Module | None
-    """the frozen copy, likewise"""
+    """the frozen copy, wrapped for its precision"""
 
     @property
     def model(self) -> PolicyModel:
-        """The bare model inside the wrappers."""
-        return bare(self.wrapped)
+        """The model without its wrappers."""
+        model: Any = self.wrapped
+        while not isinstance(model, PolicyModel):
+            model = model.module
+        return model
 
 
-def bare(model: Any) -> Any:
-    """Take the wrappers off."""
-    while not isinstance(model, PolicyModel):
-        model = model.module
-    return model
+def build(
+    model_config: ModelConfig, weights: HuggingFaceWeights, settings: Settings, dtype: torch.dtype, *, reference: bool
+) -> Built:
+    """Build this rank's part and load its weights. The process groups must exist.
+
+    Raises:
+        ConfigError: a setting contradicts config.json or cannot work.
+        DataError: the weights do not fit the model.
+    """
+    config = transformer_config(model_config, settings, dtype)
+    world, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    layout = WeightLayout(
+        groups=config.num_query_groups,
+        queries_per_group=config.num_attention_heads // config.num_query_groups,
+        head_dim=model_config.head_dim,
+        vocab_size=model_config.vocab_size,
+        padded_vocab_size=-(-model_config.vocab_size // world) * world,
+        tied=model_config.tied,
+    )
+
+    def loaded() -> Any:
+        model = _gpt(config, model_config, layout)
+        load(model, weights, layout, rank, world)
+        return model
+
+    def in_precision(model: Any) -> Any:
+        return Float16Module(config, model) if config.bf16 else model
+
+    frozen = in_precision(loaded().requires_grad_(False).eval()) if reference else None
+    ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": True}
+    ddp_config = DistributedDataParallelConfig(**{**ddp, **_fields_of(DistributedDataParallelConfig, settings)})
+    wrapped = DistributedDataParallel(config, ddp_config, in_precision(loaded()))
+    optimizer = get_megatron_optimizer(optimizer_config(settings, dtype), [wrapped])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = wrapped.no_sync
+    return Built(config=config, layout=layout, wrapped=wrapped, optimizer=optimizer, reference=frozen)
 
 
-def transformer_config(shape: ModelShape, settings: Settings, dtype: torch.dtype) -> TransformerConfig:
-    """The model's shape, what a person set, and what we insist on.
+def transformer_config(model: ModelConfig, settings: Settings, dtype: torch.dtype) -> TransformerConfig:
+    """The fields that the model and the trainer require, the user's settings, and defaults that fit this machine.
 
     Raises:
         ConfigError: a setting contradicts config.json or cannot work.
     """
-    cpu, bf16 = not torch.cuda.is_available(), dtype is torch.bfloat16
-    fixed = {
-        **insisted(shape),
-        "activation_func": torch.nn.functional.silu,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": bf16,
-        "calculate_per_token_loss": True,  # plain sums: see rank.py
-        "perform_initialization": False,  # all weights are read
-        "variable_seq_lengths": True,
-    }
-    check_settings(settings, shape, cpu=cpu)
-    default = {
+    cpu = not torch.cuda.is_available()
+    check_settings(settings, model, cpu=cpu)
+    defaults = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": cpu,
@@ -116,71 +145,51 @@ def transformer_config(shape: ModelShape, settings: Settings, dtype: torch.dtype
         "bias_dropout_fusion": not cpu,
         "gradient_accumulation_fusion": False,
         "deallocate_pipeline_outputs": True,
-        "moe_token_dispatcher_type": "alltoall",  # asked for with variable_seq_lengths, also where there are no experts
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, even without experts
     }
-    return TransformerConfig(**{**default, **_pick(TransformerConfig, settings), **fixed})
+    required = {
+        **required_settings(model),
+        "activation_func": torch.nn.functional.silu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "calculate_per_token_loss": True,  # plain sums: see rank.py
+        "perform_initialization": False,  # all weights are loaded
+        "variable_seq_lengths": True,
+    }
+    return TransformerConfig(**{**defaults, **_fields_of(TransformerConfig, settings), **required})
 
 
-def _pick(kind: type, settings: Settings) -> dict[str, Any]:
+def optimizer_config(settings: Settings, dtype: torch.dtype) -> OptimizerConfig:
+    """Distributed Adam; the learning rate comes with every step. `clip_grad` 0 means no clipping; the norm is computed anyway."""
+    defaults = {"optimizer": "adam", "lr": 0.0, "use_distributed_optimizer": True}
+    required = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype}
+    values = {**defaults, **_fields_of(OptimizerConfig, settings), **required}
+    if not values.get("clip_grad", 1.0):
+        values["clip_grad"] = math.inf
+    return OptimizerConfig(**values)
+
+
+def _fields_of(kind: type, settings: Settings) -> dict[str, Any]:
     names = {f.name for f in fields(kind)}
     return {k: v for k, v in settings.items() if k in names}
 
 
-def _gpt(config: TransformerConfig, shape: ModelShape, layout: Layout) -> PolicyModel:
+def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLayout) -> PolicyModel:
     model = PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config),
         vocab_size=layout.padded_vocab_size,
-        max_sequence_length=shape.max_positions,
+        max_sequence_length=model_config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=shape.tied,
-        rope=shape.rope,
+        share_embeddings_and_output_weights=model_config.tied,
+        rope=model_config.rope,
     )
     for name, parameter in named_parameters(model):
-        kind = source(name, layout).kind
+        kind = conversion(name, layout).kind
         if kind != "copy" and not getattr(parameter, "tensor_model_parallel", False):
-            # megatron marks what tensor parallelism cuts only while it initialises; unmarked, rank 0's part alone counts in the gradient's norm
-            set_tensor_model_parallel_attributes(
-                parameter, True, 1 if kind == "columns" else 0, 2 if kind == "glu" else 1
-            )
-    return model if not torch.cuda.is_available() else model.cuda(torch.cuda.current_device())
-
-
-def build(
-    shape: ModelShape, weights: HuggingFaceWeights, settings: Settings, dtype: torch.dtype, *, reference: bool
-) -> Built:
-    """Build and fill this rank's part; process groups exist already. Raises ConfigError, DataError."""
-    config = transformer_config(shape, settings, dtype)
-    tp, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-    queries = config.num_attention_heads // config.num_query_groups
-    padded = -(-shape.vocab_size // tp) * tp
-    layout = Layout(config.num_query_groups, queries, shape.head_dim, shape.vocab_size, padded, shape.tied)
-
-    def filled() -> PolicyModel:
-        model = _gpt(config, shape, layout)
-        load(model, weights, layout, rank, tp)
-        return model
-
-    def half(model: Any) -> Any:
-        return Float16Module(config, model) if config.bf16 else model
-
-    frozen = half(filled().requires_grad_(False).eval()) if reference else None
-    ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": True}
-    ddp_config = DistributedDataParallelConfig(**{**ddp, **_pick(DistributedDataParallelConfig, settings)})
-    wrapped = DistributedDataParallel(config, ddp_config, half(filled()))
-    optimizer = get_megatron_optimizer(optimizer_config(settings, dtype), [wrapped])
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = wrapped.no_sync
-    return Built(config, layout, wrapped, optimizer, frozen)
-
-
-def optimizer_config(settings: Settings, dtype: torch.dtype) -> OptimizerConfig:
-    """Adam, distributed; the learning rate comes with every step. `clip_grad` 0 means no clipping, and the norm is still computed."""
-    default = {"optimizer": "adam", "lr": 0.0, "use_distributed_optimizer": True}
-    own = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype}
-    values = {**default, **_pick(OptimizerConfig, settings), **own}
-    if not values.get("clip_grad", 1.0):
-        values["clip_grad"] = math.inf
-    return OptimizerConfig(**values)
+            # megatron marks divided parameters only while it initialises them; of unmarked ones only rank 0's part is in the gradient norm
+            dimension, stride = (1 if kind == "columns" else 0), (2 if kind == "glu" else 1)
+            set_tensor_model_parallel_attributes(parameter, True, dimension, stride)
+    return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model

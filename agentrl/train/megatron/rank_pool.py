@@ -1,8 +1,8 @@
-"""The worker processes of a trainer, as the controller sees them: started, asked, watched, stopped.
+"""The trainer's rank processes as the controller sees them: started, commanded, watched, stopped.
 
-Every rank is a child with one end of a socket pair, so there is nothing to accept and nobody else can connect, and either side's death is the
-other's end of file. A question goes to all ranks at once; waiting watches sockets and processes together, so a rank that died, hung or
-raised ends the wait with a WorkerError that holds the end of its log, and all ranks are stopped: their process group cannot be mended.
+Each rank is a child process at one end of a socket pair: no port is open, and the death of either side is the other's end of file. A command
+goes to all ranks at once. Waiting watches sockets and processes together, so a rank that died, hung or raised ends the wait with a
+WorkerError that holds the end of its log. All ranks are stopped then, since their process group cannot be repaired.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,158 +26,174 @@ from agentrl.errors import WorkerError
 
 LOG_LINES = 30
 STALL_S = 60
-"""a rank that neither takes nor gives a byte of a message for so long is taken for hung"""
+"""A rank that neither reads nor writes a byte of a message for this long is considered hung."""
 
 
-class Workers:
-    """`world` processes running `agentrl.train.megatron.rank_process`, with logs in `folder`/rank{r}.log."""
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank needs to start."""
+
+    model: Path
+    """Hugging Face folder"""
+    megatron: Mapping[str, Any]
+    """settings by megatron's field names"""
+    dtype: str
+    """float32 or bfloat16"""
+    reference: bool
+    """keep a frozen copy of the model"""
+    seed: int
+    threads: int
+    """CPU threads"""
+    rank: int
+    """also the index of its GPU"""
+    world: int
+    port: int
+    """of the store where the ranks meet"""
+    timeout_s: float
+    """limit of collective operations"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """A rank's place in the model."""
+
+    data_parallel_rank: int
+    pipeline_rank: int
+    reports: bool
+    """its results are those of its data-parallel share"""
+    multiple: int
+    """padded lengths of micro-batches are multiples of this"""
+
+
+class RankPool:
+    """`world` processes of rank_process.py, with logs in `folder`/rank{r}.log."""
 
     def __init__(self, world: int, folder: Path, threads: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{r}.log" for r in range(world)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        self._why = ""
-        """the failure that stopped them"""
-        self._asking = threading.RLock()
-        """one question at a time, from whatever thread"""
+        self._reason = ""
+        """the failure for which the ranks were stopped"""
+        self._lock = threading.RLock()
+        """one command at a time, from any thread"""
         env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
-        root = str(Path(__file__).parents[3])  # workers find this very package, installed or not
+        root = str(Path(__file__).parents[3])  # ranks import this very package, installed or not
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron needs it for tensor parallelism
-        env.setdefault("NCCL_CUMEM_ENABLE", "0")  # else no NCCL group with an engine's process can be formed
+        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron requires it for tensor parallelism
+        env.setdefault("NCCL_CUMEM_ENABLE", "0")  # otherwise no NCCL group with an engine's process can be formed
         try:
             for log in self.logs:
-                self._spawn(log, env)
+                self._start(log, env)
         except BaseException:
             self.close()
             raise
 
-    def _spawn(self, log: Path, env: Mapping[str, str]) -> None:
+    def _start(self, log: Path, env: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        for option in (
-            socket.SO_SNDTIMEO,
-            socket.SO_RCVTIMEO,
-        ):  # of single reads and writes: a hung rank may stop amid a message
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank may hang in the middle of a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
+        module = "agentrl.train.megatron.rank_process"
         with ours, theirs, log.open("ab") as out:
-            command = [
-                sys.executable,
-                "-m",
-                "agentrl.train.megatron.rank_process",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=dict(env),
+                env=env,
                 start_new_session=True,
             )
             self.processes.append(process)
             self.connections.append(Connection(ours.detach()))
 
-    def ask(self, command: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
-        """Send `command` to every rank with its own arguments and return the answers by rank.
+    def request(self, command: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
+        """Send `command` to every rank with its own arguments; returns the results by rank.
 
         Raises:
-            WorkerError: a rank died, raised, or did not answer in time. All ranks are stopped then.
-            UsageError: a rank found something wrong that a person wrote. Likewise.
+            WorkerError: a rank died, raised, or did not answer in time. All ranks are stopped.
+            UsageError: a rank refused what a user wrote. All ranks are stopped.
         """
-        with self._asking:
-            return self._ask(command, arguments, timeout_s)
+        with self._lock:
+            if not self.connections:
+                raise WorkerError(f"{command}: the trainer's workers have been stopped{self._reason}")
+            try:
+                for rank, connection in enumerate(self.connections):
+                    try:
+                        connection.send((command, dict(arguments[rank])))
+                    except OSError:
+                        self._raise_died(command, rank)
+                return self._receive_all(command, timeout_s)
+            except BaseException as e:
+                self._reason = f", since {e}" if str(e) else ""
+                self.close(grace_s=0)
+                raise
 
-    def _ask(self, command: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
-        if not self.connections:
-            raise WorkerError(f"{command}: the trainer's workers have been stopped{self._why}")
-        try:
-            for rank, connection in enumerate(self.connections):
-                sent = False
-                with contextlib.suppress(OSError):
-                    connection.send((command, dict(arguments[rank])))
-                    sent = True
-                if not sent:
-                    self._died(command, rank)
-            return self._collect(command, timeout_s)
-        except BaseException as e:
-            self._why = f", since {e}" if str(e) else ""
-            self.close(grace_s=0)
-            raise
-
-    def _collect(self, command: str, timeout_s: float) -> list[Any]:
-        answers: dict[int, Any] = {}
+    def _receive_all(self, command: str, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        ranks = range(len(self.connections))
         deadline = time.monotonic() + timeout_s
-        while len(answers) < len(self.connections):
-            missing = [r for r in range(len(self.connections)) if r not in answers]
+        while len(results) < len(ranks):
+            missing = [r for r in ranks if r not in results]
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"{command}: rank {missing[0]} did not answer within {timeout_s:g} s{self._tail(missing[0])}"
+                    f"{command}: rank {missing[0]} did not answer within {timeout_s:g} s{self._log_tail(missing[0])}"
                 )
-            for ready in wait([self.connections[r] for r in missing], timeout=1.0):
-                rank = self.connections.index(ready)  # type: ignore[arg-type]
-                answers[rank] = self._receive(command, rank)
-            for rank in range(len(self.processes)):
-                if (
-                    rank not in answers
-                    and self.processes[rank].poll() is not None
-                    and not self.connections[rank].poll()
-                ):
-                    self._died(command, rank)
-        return [answers[r] for r in range(len(self.connections))]
+            ready = wait([self.connections[r] for r in missing], timeout=1.0)
+            for rank in missing:
+                if self.connections[rank] in ready:
+                    results[rank] = self._receive(command, rank)
+                elif self.processes[rank].poll() is not None and not self.connections[rank].poll():
+                    self._raise_died(command, rank)
+        return [results[r] for r in ranks]
 
     def _receive(self, command: str, rank: int) -> Any:
-        kind: str = "gone"
-        value: Any = None
-        with contextlib.suppress(EOFError, OSError):
+        try:
             kind, value = self.connections[rank].recv()
-        if kind == "gone":
-            self._died(command, rank)
+        except (EOFError, OSError):
+            self._raise_died(command, rank)
         if kind == "usage":
             raise value
         if kind == "error":
-            self._raised(command, rank, value)
+            self._raise_error(command, rank, value)
         return value
 
-    def _raised(self, command: str, rank: int, text: str) -> NoReturn:
-        """A rank raised; but if another rank died, that is why, and it is the one to name."""
+    def _raise_error(self, command: str, rank: int, traceback: str) -> NoReturn:
+        """Raise for a rank that raised. If another rank died, that was the cause, and it is named instead."""
         for other, process in enumerate(self.processes):
-            if other != rank and _code(process, 0.5) is not None:
-                self._died(command, other)
-        raise WorkerError(f"{command}: rank {rank} raised\n{text.rstrip()}")
+            if other != rank and _exit_code(process, 0.5) is not None:
+                self._raise_died(command, other)
+        raise WorkerError(f"{command}: rank {rank} raised\n{traceback.rstrip()}")
 
-    def _died(self, command: str, rank: int) -> NoReturn:
-        code = _code(self.processes[rank], 5.0)
-        how = (
-            "hung up, or hung amid a message"
-            if code is None
-            else f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with status {code}"
-        )
-        raise WorkerError(f"{command}: rank {rank} {how}{self._tail(rank)}")
+    def _raise_died(self, command: str, rank: int) -> NoReturn:
+        code = _exit_code(self.processes[rank], 5.0)
+        if code is None:
+            event = "closed its connection or hung in the middle of a message"
+        elif code < 0:
+            event = f"was killed by {signal.Signals(-code).name}"
+        else:
+            event = f"exited with status {code}"
+        raise WorkerError(f"{command}: rank {rank} {event}{self._log_tail(rank)}") from None
 
-    def _tail(self, rank: int) -> str:
+    def _log_tail(self, rank: int) -> str:
         lines = self.logs[rank].read_text(errors="replace").splitlines()[-LOG_LINES:]
         return f"; the end of {self.logs[rank]}:\n" + "\n".join(lines) if lines else f"; {self.logs[rank]} is empty"
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Hang up, at which ranks end, then kill what is left of their process groups; idempotent."""
+        """Close the connections, which ends the ranks, then kill what is left of their process groups; idempotent."""
         for connection in self.connections:
             connection.close()
         self.connections = []
         deadline = time.monotonic() + grace_s
         for process in self.processes:
-            _code(process, max(0.0, deadline - time.monotonic()))
+            _exit_code(process, max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.processes = []
 
 
-def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
