@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cli.flags import add_flags
-from agentrl.core.seeds import derive_seed
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
@@ -121,13 +120,7 @@ def run_job(job: Coroutine[Any, Any, Any]) -> None:
 
 def runner_of(components: Components, split: str, engine: Any = None) -> EpisodeRunner:
     """A runner with the seed and the temperature of a split: 'train' or 'eval/NAME'."""
-    config = components.config
-    kind, _, name = split.partition("/")
-    if kind == "eval":
-        return components.runner(
-            engine, temperature=config.eval.eval_temperature, seed=derive_seed(config.run.seed, "eval", name)
-        )
-    return components.runner(engine, temperature=config.rollout.rollout_temperature, seed=config.run.seed)
+    return components.runner(engine, components.runner_settings(split))
 
 
 def chosen_entries(recording: Recording, ids: Sequence[str]) -> list[IndexEntry]:

@@ -13,7 +13,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_eval(args: argparse.Namespace, rest: list[str]) -> int:
-    from agentrl.run.jobs import evaluate_only
+    from agentrl.run.evaluation import evaluate_only
 
-    run_job(evaluate_only(resolve(args, rest), out=print_now))
+    run_job(evaluate_only(resolve(args, rest), echo=print_now))
     return 0

@@ -15,6 +15,7 @@ from agentrl.cli.flags import BASIC, complete_switches
 from agentrl.cli.foreign_flags import split_unknown
 from agentrl.config import FIELDS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
+from agentrl.run.run_log import warnings_on_stderr
 
 _COMMANDS = "train rollout eval sft check replay rescore fork view export tokens convert help".split()
 """Command NAME is the module NAME_command, which adds it to the parser."""
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 2
-        status: int = args.run_command(args, rest)
+        with warnings_on_stderr():
+            status: int = args.run_command(args, rest)
     except (UsageError, StoreError) as e:
         print(f"{name}: {e}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_rollout(args: argparse.Namespace, rest: list[str]) -> int:
-    from agentrl.run.jobs import rollout_only
+    from agentrl.run.rollouts import rollout_only
 
-    run_job(rollout_only(resolve(args, rest), out=print_now))
+    run_job(rollout_only(resolve(args, rest), echo=print_now))
     return 0

@@ -19,5 +19,5 @@ def add_parser(commands: Commands) -> None:
 def run_sft(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.run.sft import sft
 
-    run_job(sft(resolve(args, rest), args.episodes, out=print_now))
+    run_job(sft(resolve(args, rest), args.episodes, echo=print_now))
     return 0

@@ -26,15 +26,15 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_train(args: argparse.Namespace, rest: list[str]) -> int:
-    from agentrl.run.jobs import train_only
+    from agentrl.run.train_only import train_only
     from agentrl.run.training import train
 
     if args.resume:
-        run_job(train(_resumed(args, rest), resume=args.resume, out=print_now))
+        run_job(train(_resumed(args, rest), resume=args.resume, echo=print_now))
     elif args.train_only:
-        run_job(train_only(resolve(args, rest), args.train_only, out=print_now))
+        run_job(train_only(resolve(args, rest), args.train_only, echo=print_now))
     else:
-        run_job(train(resolve(args, rest), out=print_now))
+        run_job(train(resolve(args, rest), echo=print_now))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,6 +13,8 @@ from agentrl.errors import RewardFailure
 from agentrl.reward import Scorer
 from agentrl.rollout.failures import CauseTable, FailureMonitor
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 100_000
 """new objects between two garbage collections while episodes run"""
@@ -110,6 +113,7 @@ class Rollout:
                 run.monitor.succeeded()
                 return trajectory
             lost = attempt >= self.limits.max_retries
+            _log_failure(trajectory, run.table, lost=lost)
             run.monitor.failed(lost=lost)
             run.table.retried += not lost
         return None
@@ -187,3 +191,17 @@ def _first(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _log_failure(trajectory: Trajectory, table: CauseTable, *, lost: bool) -> None:
+    """Log a failed attempt: the first of each cause in a rollout as a warning, because a dead server fails many episodes at once."""
+    reason = trajectory.stop_reason.value
+    logger.log(
+        logging.WARNING if table.counts[reason, trajectory.cause or ""] == 1 else logging.INFO,
+        "episode %s, attempt %d: %s: %s; %s",
+        trajectory.episode_id,
+        trajectory.attempt,
+        reason,
+        trajectory.detail or trajectory.cause,
+        "lost" if lost else "retried",
+    )

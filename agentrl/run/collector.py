@@ -1,96 +1,95 @@
-"""Episodes played and recorded: in this process or in several, every attempt kept, in the order of their ordinals."""
+"""Plays episodes, in this process or in several, and records every attempt in the order of the episodes' ordinals."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.engine.base import Engine
 from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.rollout import Rollout, Runner
-from agentrl.run.components import Components
+from agentrl.run.components import Components, RunnerSettings
 from agentrl.run.report import Report
 from agentrl.store import exactness_violations
 from agentrl.store.run_folder import RunFolder, settings_fingerprint
 from agentrl.types import EpisodeSpec, Group, Trajectory
 
 
-class Collected(NamedTuple):
-    """What was played."""
+class CollectedEpisodes(NamedTuple):
+    """The outcome of a rollout or an evaluation."""
 
     groups: list[Group]
-    """those that stand"""
-    table: CauseTable
-    """what became of all attempts"""
+    """the complete groups"""
+    causes: CauseTable
+    """stop reasons and causes of all attempts"""
     violations: int
     """exactness violations in all attempts"""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Who plays, and how it samples."""
-
-    version: int
-    temperature: float
-    seed: int
-
-
 class Collector:
-    """Plays orders of episodes on the run's engine into its record."""
+    """Plays groups of episodes on the run's engine and writes them into the run folder."""
 
     def __init__(self, components: Components, engine: Engine, folder: RunFolder, report: Report) -> None:
         self.components, self.engine, self.folder, self.report = components, engine, folder, report
         self.processes = components.runner_processes(engine)
-        self.fingerprint = settings_fingerprint(components.config)
+        self._fingerprint = settings_fingerprint(components.config)
 
-    async def play(self, specs: Sequence[Sequence[EpisodeSpec]], policy: Policy, *, step: int, split: str) -> Collected:
-        """Play all of them, whatever fails, and record every attempt under `step` and `split`, also when the run is stopped."""
+    async def collect(
+        self, groups: Sequence[Sequence[EpisodeSpec]], *, policy_version: int, step: int, split: str
+    ) -> CollectedEpisodes:
+        """Play all groups with the seed and the temperature of `split`.
+
+        Every finished attempt is recorded, also when the rollout fails or is cancelled.
+        """
         attempts: dict[str, Trajectory] = {}
-        progress = self.report.progress(sum(map(len, specs)), split)
+        progress = self.report.progress(sum(map(len, groups)), split)
 
-        def heard(trajectory: Trajectory) -> None:
+        def note_attempt(trajectory: Trajectory) -> None:
             if trajectory.episode_id not in attempts:
                 progress.update()
             attempts[trajectory.episode_id] = trajectory
 
-        groups: list[Group] = []
+        complete: list[Group] = []
         violations = 0
+        outputs = self.folder.episodes.outputs
+        settings = self.components.runner_settings(
+            split,
+            policy_version=policy_version,
+            keep=outputs.write if self.components.config.env.keep_whole_outputs else None,
+        )
         try:
-            async with self._runner(policy) as runner:
-                groups, table = await Rollout(runner, self.components.rollout_limits()).run(specs, heard)
+            async with self._runner(settings) as runner:
+                complete, causes = await Rollout(runner, self.components.rollout_limits()).run(groups, note_attempt)
             if self.processes is not None:
-                table.counts.update(self.processes.deaths)
+                causes.counts.update(self.processes.deaths)
         finally:
             progress.close()
-            final = attempts | {t.episode_id: t for g in groups for t in g.trajectories}
-            order = sorted(final.values(), key=lambda t: (t.index, t.attempt))
-            violations = await asyncio.to_thread(self._write, order, {"step": step, "split": split})
-        return Collected(groups, table, violations)
+            final = attempts | {t.episode_id: t for g in complete for t in g.trajectories}
+            ordered = sorted(final.values(), key=lambda t: (t.index, t.attempt))
+            violations = await asyncio.to_thread(self._record, ordered, step, split)
+        return CollectedEpisodes(complete, causes, violations)
 
     @asynccontextmanager
-    async def _runner(self, policy: Policy) -> AsyncIterator[Runner]:
-        """In this process, or in several."""
-        keep = self.folder.episodes.outputs.write if self.components.config.env.keep_whole_outputs else None
-        settings: dict[str, Any] = {"temperature": policy.temperature, "seed": policy.seed, "keep": keep}
+    async def _runner(self, settings: RunnerSettings) -> AsyncIterator[Runner]:
         if self.processes is not None:
-            async with self.processes.rollout(settings | {"policy_version": policy.version}) as remote:
-                yield remote
+            async with self.processes.rollout(settings) as runner:
+                yield runner
             return
-        runner = self.components.runner(self.engine, **settings)
+        local_runner = self.components.runner(self.engine, settings)
         try:
-            yield runner
+            yield local_runner
         finally:
-            runner.close()
+            local_runner.close()
 
-    def _write(self, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> int:
+    def _record(self, trajectories: Sequence[Trajectory], step: int, split: str) -> int:
+        """Write the episodes; returns the number of exactness violations in them."""
         for t in trajectories:
-            self.folder.episodes.write(t, **extra, config=self.fingerprint)
+            self.folder.episodes.write(t, step=step, split=split, config=self._fingerprint)
         return exactness_violations(trajectories)
 
     async def close(self) -> None:
-        """Stop the processes."""
+        """Stop the runner processes."""
         if self.processes is not None:
             await self.processes.close()

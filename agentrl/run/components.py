@@ -1,4 +1,4 @@
-"""From settings to working components: model folder, environment, renderer, engine, runners, trainer. Everything is checked before it starts."""
+"""From settings to components: model folder, environment, renderer, tasks, engine, runners, trainer. All are checked before any is started."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agentrl.config import Config, EngineSettings
+from agentrl.core.seeds import derive_seed
 from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
@@ -42,15 +43,29 @@ if TYPE_CHECKING:
     from agentrl.weight_sync.base import WeightSync
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSettings:
+    """The settings that a runner takes from a rollout or an evaluation. They are sent to runner processes."""
+
+    policy_version: int
+    temperature: float
+    seed: int
+    keep: SaveOutput | None = None
+    """given the whole outputs of tools that the policy saw cut"""
+
+
 class Components:
-    """Everything that rollouts need, built once from the settings."""
+    """The components of a run, built once from its settings.
+
+    Args:
+        config: all settings.
+        trains: the engine shares the machine with a trainer.
+
+    Raises:
+        UsageError: a name, a file, a template or an argument cannot work.
+    """
 
     def __init__(self, config: Config, *, trains: bool = True) -> None:
-        """Resolve and check everything; nothing is started. `trains`: servers will stand beside a trainer.
-
-        Raises:
-            UsageError: a name, a file, a template or an argument that cannot work.
-        """
         self.config = config
         self.folder = model_folder(config.model.hf_checkpoint)
         self.env_class = make_env_class(config.env.env)
@@ -79,12 +94,12 @@ class Components:
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     async def require_env(self) -> None:
-        """Make one environment with its tools and close them again, so that what it refuses is said before anything starts.
+        """Construct the environment and its tools once and close them, so that a wrong argument is refused before anything starts.
 
-        Whatever else fails here may be away for a moment only; episodes try again.
+        Other failures may be temporary and are ignored here, because episodes are retried.
 
         Raises:
-            UsageError: of the environment's own, for an argument that cannot work.
+            UsageError: the environment refuses an argument.
         """
         limit_s = self.env_class.timeout_s
         with closing(TimeoutPool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
@@ -96,10 +111,10 @@ class Components:
                     await pool.call(close, timeout_s=limit_s)
 
     def require_trainable(self) -> None:
-        """Refuse, before anything starts, what cannot be trained: a model that takes images, settings that do not fit model or machine.
+        """Refuse a model that the trainer cannot train, and settings that fit neither the model nor the machine.
 
         Raises:
-            UsageError: one sentence.
+            UsageError: the model takes images, or a setting does not fit.
         """
         from agentrl.train.megatron.megatron_settings import check_trainer
 
@@ -110,7 +125,7 @@ class Components:
         check_trainer(self.folder, self.config.megatron, self.config.train.actor_num_gpus_per_node, len(gpus()))
 
     def require_weights(self) -> None:
-        """Refuse, before anything starts, a model folder without weights for the local engine.
+        """Refuse a model folder without weights for the local engine.
 
         Raises:
             DataError: it has none.
@@ -121,7 +136,7 @@ class Components:
             weight_files(self.folder)
 
     def limits(self) -> Limits:
-        """Bounds of an episode."""
+        """The limits of an episode."""
         c = self.config
         return Limits(
             max_turns=c.env.max_turns,
@@ -134,7 +149,7 @@ class Components:
         )
 
     def rollout_limits(self) -> RolloutLimits:
-        """Bounds of a rollout."""
+        """The limits of a rollout."""
         r = self.config.rollout
         return RolloutLimits(
             concurrency=r.concurrency,
@@ -143,31 +158,36 @@ class Components:
             max_failure_share=r.max_failure_share,
         )
 
-    def runner(
-        self, engine: Generator, *, temperature: float, seed: int, keep: SaveOutput | None = None, processes: int = 1
-    ) -> EpisodeRunner:
-        """A runner of this environment on an engine. `keep` is given tools' outputs that were cut, whole; `processes`: it is one of so many."""
+    def runner_settings(self, split: str, *, policy_version: int = 0, keep: SaveOutput | None = None) -> RunnerSettings:
+        """The settings of a split: 'train' or 'eval/NAME'."""
+        kind, _, name = split.partition("/")
+        seed, temperature = self.config.run.seed, self.config.rollout.rollout_temperature
+        if kind == "eval":
+            seed, temperature = derive_seed(seed, "eval", name), self.config.eval.eval_temperature
+        return RunnerSettings(policy_version=policy_version, temperature=temperature, seed=seed, keep=keep)
+
+    def runner(self, generator: Generator, settings: RunnerSettings, *, processes: int = 1) -> EpisodeRunner:
+        """A runner of the environment. `processes`: the number of runner processes, which share the limits of tools."""
         r = self.config.rollout
         if self._pools is None:
-            self._pools = ThreadPools(self.env_class, keep, processes)
-        sampling = SamplingParams(
-            max_new_tokens=1, temperature=temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
-        )
+            self._pools = ThreadPools(self.env_class, settings.keep, processes)
         return EpisodeRunner(
             make_env=self.make_env,
             env_class=self.env_class,
-            engine=engine,
+            engine=generator,
             renderer=self.renderer,
             scorer=self.scorer,
             limits=self.limits(),
-            sampling=sampling,
-            seed=seed,
+            sampling=SamplingParams(
+                max_new_tokens=1, temperature=settings.temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
+            ),
+            seed=settings.seed,
             context_policy=self.context_policy,
             pools=self._pools,
         )
 
     def runner_processes(self, engine: Engine) -> ProcessPool | None:
-        """Those of `--runner-processes`, on this engine's servers; None: episodes run in this process."""
+        """The processes of `--runner-processes`, attached to the engine's servers; None if episodes run in this process."""
         from agentrl.engine.sglang.fleet import Fleet
 
         count = self.config.rollout.runner_processes
@@ -187,7 +207,7 @@ class Components:
         )
 
     def engine(self, run_dir: Path | None = None) -> Engine:
-        """The engine of `--engine`, not started; servers' logs go into `run_dir`."""
+        """The engine of `--engine`, not started. The logs of servers go into `run_dir`."""
         if self.servers is not None:
             from agentrl.engine.sglang.plan import make_fleet
 
@@ -228,7 +248,7 @@ class Components:
         return ColocatedSync(engine, folder, bucket_bytes=e.update_weight_buffer_size, share_gpus=share_gpus)
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
-        """The trainer's ranks, started (takes seconds: imports torch and megatron in every rank)."""
+        """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
         from agentrl.train.megatron.trainer import MegatronTrainer
 
         c = self.config
@@ -245,14 +265,14 @@ class Components:
         )
 
     def close(self) -> None:
-        """Let pools end."""
+        """Stop the threads of rewards."""
         self.scorer.close()
 
     def _check_conversation(self) -> None:
-        """Refuse an environment whose system prompt, tools or tools' results the chat template does not take.
+        """Refuse an environment whose system prompt, tools or tool results the chat template cannot render.
 
         Raises:
-            TemplateError: which of them.
+            TemplateError: one of them cannot be rendered.
         """
         env, renderer = self.env_class, self.renderer
         if env.system_prompt:
@@ -261,15 +281,14 @@ class Components:
         if not tools or renderer.format.inline:
             return
         renderer.check(("tool",))
-        named = env.shows_tools or all(name in (env.system_prompt or "") for name in tools)
-        if renderer.format.needs_tools and not renderer.shows_tools and not named:
+        described = env.shows_tools or all(name in (env.system_prompt or "") for name in tools)
+        if renderer.format.needs_tools and not renderer.shows_tools and not described:
             raise TemplateError(
-                f"{self.folder}: its chat template leaves tools out, so the policy would never hear of {', '.join(tools)} of environment "
+                f"{self.folder}: its chat template leaves tools out, so the policy would not see {', '.join(tools)} of environment "
                 f"{env.label()}; describe them in its system_prompt or, if other prompts of it do, set shows_tools = True"
             )
 
     def _servers(self) -> ServerPlan | None:
-        """Of `--engine sglang`, checked."""
         if self.config.engine.engine != "sglang":
             return None
         from agentrl.engine.sglang.plan import plan_servers
@@ -279,51 +298,42 @@ class Components:
     def _context_length(self) -> int:
         model = self._model_config()
         model = model.get("text_config", model)
-        own = int(model.get("max_position_embeddings", 0)) or None
-        asked = self.config.rollout.rollout_max_context_len
-        if asked and own and asked > own:
+        positions = int(model.get("max_position_embeddings", 0))
+        requested = self.config.rollout.rollout_max_context_len
+        if requested and positions and requested > positions:
             raise ConfigError(
-                f"--rollout-max-context-len {asked} is more than the model's {own} positions ({self.folder})"
+                f"--rollout-max-context-len {requested} is more than the model's {positions} positions ({self.folder})"
             )
-        length = asked or own
-        if length is None:
+        if not (requested or positions):
             raise ConfigError(
                 f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len"
             )
-        return length
+        return requested or positions
 
     def _model_config(self) -> dict[str, Any]:
         path = self.folder / "config.json"
         try:
-            found: dict[str, Any] = orjson.loads(path.read_bytes())
+            settings: dict[str, Any] = orjson.loads(path.read_bytes())
         except orjson.JSONDecodeError as e:
             raise ConfigError(f"{path}: not JSON: {e}") from e
-        return found
+        return settings
 
 
-def runner_maker(config: Config) -> Callable[[dict[str, Any], Notify], tuple[EpisodeRunner, Engine]]:
-    """In a runner process: makes the runners of rollouts, each on a fleet of its own that is attached to the controller's servers."""
+def runner_maker(config: Config) -> Callable[[RunnerSettings, Notify], tuple[EpisodeRunner, Engine]]:
+    """Called in a runner process: makes the runner of each rollout, on a separate fleet that is attached to the controller's servers."""
     from agentrl.engine.sglang.fleet import Fleet
 
-    warnings.filterwarnings("ignore", "SGLang .* was not tested")  # the controller has said so
-    logging.getLogger("agentrl").addHandler(
-        logging.NullHandler()
-    )  # the controller logs what happens to servers and episodes
+    # the controller warns and logs
+    warnings.filterwarnings("ignore", "SGLang .* was not tested")
+    logging.getLogger("agentrl").addHandler(logging.NullHandler())
     components = Components(config, trains=False)
 
-    def make(settings: dict[str, Any], notify: Notify) -> tuple[EpisodeRunner, Engine]:
+    def make(settings: RunnerSettings, notify: Notify) -> tuple[EpisodeRunner, Engine]:
         fleet = components.engine()
         assert isinstance(fleet, Fleet), "only servers can be attached to"
-        fleet.attach(settings["policy_version"])
+        fleet.attach(settings.policy_version)
         fleet.on_down = lambda address, failure: notify((address, failure))
-        runner = components.runner(
-            fleet,
-            temperature=settings["temperature"],
-            seed=settings["seed"],
-            keep=settings["keep"],
-            processes=config.rollout.runner_processes,
-        )
-        return runner, fleet
+        return components.runner(fleet, settings, processes=config.rollout.runner_processes), fleet
 
     return make
 

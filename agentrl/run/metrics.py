@@ -1,9 +1,10 @@
-"""Numbers of a rollout: means over episodes, deterministic ones apart from timings."""
+"""Metrics of a rollout, an evaluation and a training step. They are equal in equal runs; timings are kept apart from them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from agentrl.rollout.failures import CauseTable
@@ -11,36 +12,50 @@ from agentrl.train.advantage import EQUAL
 from agentrl.types import Group, Status, Trajectory
 
 
-def rollout_metrics(groups: Sequence[Group], table: CauseTable, violations: int) -> dict[str, float]:
-    """Means over the episodes that stand, and counts of the rest; `violations` of exactness are those of every attempt."""
-    done = [t for g in groups for t in g.trajectories]
-    out: dict[str, float] = {
-        "episodes": len(done),
-        "failures": table.failures,
-        "retried": table.retried,
-        "dropped_groups": table.dropped_groups,
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What one stage of a step reports."""
+
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int) -> dict[str, float]:
+    """Means over the episodes of all complete groups, and counts over all attempts.
+
+    Args:
+        groups: the groups to train on.
+        causes: the stop reasons of all attempts.
+        violations: exactness violations in all attempts.
+    """
+    episodes = [t for g in groups for t in g.trajectories]
+    metrics: dict[str, float] = {
+        "episodes": len(episodes),
+        "failures": causes.failures,
+        "retried": causes.retried,
+        "dropped_groups": causes.dropped_groups,
         "exactness_violations": violations,
     }
-    out |= {f"stop/{reason}": n for reason, n in table.by_reason().items()}
-    if not done:
-        return out
-    out |= {
-        "reward": fmean(t.score for t in done),
-        "turns": fmean(len(t.turns) for t in done),
-        "sampled_tokens": fmean(t.sampled_tokens for t in done),
-        "total_tokens": fmean(sum(len(s) for s in t.segments) for t in done),
-        "truncated_share": fmean(t.status is Status.TRUNCATED for t in done),
+    metrics |= {f"stop/{reason}": count for reason, count in causes.by_reason().items()}
+    if not episodes:
+        return metrics
+    metrics |= {
+        "reward": fmean(t.score for t in episodes),
+        "turns": fmean(len(t.turns) for t in episodes),
+        "sampled_tokens": fmean(t.sampled_tokens for t in episodes),
+        "total_tokens": fmean(sum(len(s) for s in t.segments) for t in episodes),
+        "truncated_share": fmean(t.status is Status.TRUNCATED for t in episodes),
         "flat_groups": fmean(max(s) - min(s) < EQUAL for s in ([t.score for t in g.trajectories] for g in groups)),
-        "invalid_turns": fmean(sum(not u.action.valid for u in t.turns) for t in done),
+        "invalid_turns": fmean(sum(not turn.action.valid for turn in t.turns) for t in episodes),
     }
-    out |= {f"abstained/{name}": n for name, n in abstentions(done).items()}
-    return out | {f"reward/{name}": value for name, value in component_means(done).items()}
+    metrics |= {f"abstained/{name}": count for name, count in abstentions(episodes).items()}
+    return metrics | {f"reward/{name}": mean for name, mean in component_means(episodes).items()}
 
 
-def component_means(done: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of every reward component over the episodes in which it did not abstain."""
+def component_means(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each reward component over the episodes in which it did not abstain."""
     values: dict[str, list[float]] = {}
-    for t in done:
+    for t in episodes:
         for name, value in t.rewards.items():
             values.setdefault(name, [])
             if value is not None:
@@ -48,35 +63,41 @@ def component_means(done: Sequence[Trajectory]) -> dict[str, float]:
     return {name: fmean(v) for name, v in values.items() if v}
 
 
-def abstentions(done: Sequence[Trajectory]) -> dict[str, float]:
-    """In how many episodes a reward component abstained, for those that did."""
-    return dict(Counter(name for t in done for name, value in t.rewards.items() if value is None))
+def abstentions(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """The number of episodes in which a reward component abstained, for each component that did."""
+    return dict(Counter(name for t in episodes for name, value in t.rewards.items() if value is None))
 
 
 def eval_metrics(name: str, groups: Sequence[Group], group_by: Sequence[str] = ()) -> dict[str, float]:
-    """avg@k of score and components, pass@k of the score (any of a question's k episodes above 0.5) if k > 1, and the mean score for each
-    value of the metadata keys `group_by`.
+    """Metrics of an evaluation set: avg@k of score and components, and pass@k of the score if k > 1.
+
+    A question passes if any of its k episodes scores above 0.5.
+
+    Args:
+        name: the set, as in the metrics' names.
+        groups: the k episodes of each question.
+        group_by: metadata keys; for each of their values the mean score is reported too.
     """
-    done = [t for g in groups for t in g.trajectories]
-    if not done:
+    episodes = [t for g in groups for t in g.trajectories]
+    if not episodes:
         return {}
     k = max(len(g.trajectories) for g in groups)
-    out = {f"eval/{name}/reward": fmean(t.score for t in done)}
-    out |= {f"eval/{name}/questions": float(len(groups)), f"eval/{name}/episodes": float(len(done))}
-    out |= {f"eval/{name}/{c}": v for c, v in component_means(done).items()}
-    out |= {f"eval/{name}/abstained/{c}": n for c, n in abstentions(done).items()}
+    metrics = {"reward": fmean(t.score for t in episodes)}
+    metrics |= {"questions": float(len(groups)), "episodes": float(len(episodes))}
+    metrics |= component_means(episodes)
+    metrics |= {f"abstained/{component}": count for component, count in abstentions(episodes).items()}
     if k > 1:
-        out[f"eval/{name}/pass@{k}"] = fmean(any(t.score > 0.5 for t in g.trajectories) for g in groups)
+        metrics[f"pass@{k}"] = fmean(any(t.score > 0.5 for t in g.trajectories) for g in groups)
     for key in group_by:
         scores: dict[str, list[float]] = {}
-        for t in done:
+        for t in episodes:
             if key in t.task.metadata:
                 scores.setdefault(str(t.task.metadata[key]), []).append(t.score)
-        out |= {f"eval/{name}/reward_{key}{value}": fmean(group) for value, group in sorted(scores.items())}
-    return out
+        metrics |= {f"reward_{key}{value}": fmean(group) for value, group in sorted(scores.items())}
+    return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
 
 
-def flatten(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of a rollout (maxima of *_max)."""
-    keys = dict.fromkeys(k for r in rows for k in r)
-    return {k: (max if k.endswith("_max") else fmean)([r[k] for r in rows if k in r]) for k in keys}
+def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of a rollout; of metrics named `*_max` the maximum."""
+    keys = dict.fromkeys(k for metrics in steps for k in metrics)
+    return {k: (max if k.endswith("_max") else fmean)([m[k] for m in steps if k in m]) for k in keys}

@@ -1,132 +1,92 @@
-"""The loop: rollout -> advantage -> train -> sync, one rollout after another; readable at a glance in `train`."""
+"""The training loop: rollout, advantages, optimizer steps, weight sync. `train` shows it at a glance."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from agentrl import __version__
 from agentrl.config import Config
-from agentrl.core.seeds import derive_seed
-from agentrl.data.data_source import DataSource
-from agentrl.engine.base import Engine
-from agentrl.errors import ConfigError, DataError
-from agentrl.run.collector import Collector, Policy
+from agentrl.errors import ConfigError
 from agentrl.run.components import Components
-from agentrl.run.metrics import eval_metrics, flatten, rollout_metrics
-from agentrl.run.report import Report
-from agentrl.store import Recording
-from agentrl.store.run_folder import RunFolder, last_checkpoint
+from agentrl.run.evaluation import evaluate
+from agentrl.run.metrics import StageReport, mean_over_steps
+from agentrl.run.rollouts import EpisodeRun
+from agentrl.run.run_log import Echo
+from agentrl.store.run_folder import RunFolder
+from agentrl.train.base import LossConfig, Row, Trainer
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.train.step_record import step_record
 from agentrl.train.steps import loss_config, step_rows, with_log_probs
-from agentrl.types import EpisodeSpec, Group
-
-Print = Callable[[str], None]
+from agentrl.types import Group
 
 
-async def train(config: Config, *, resume: Path | None = None, out: Print = print) -> Path:
-    """Run the whole job; returns the run folder. `resume`: go on with a run folder, to the bit.
+async def train(config: Config, *, resume: Path | None = None, echo: Echo = print) -> Path:
+    """Train a policy; returns the run folder.
+
+    Args:
+        config: all settings of the run.
+        resume: a run folder to continue from its last checkpoint; the result is bit-exact.
+        echo: shows a message to the user.
 
     Raises:
-        UsageError: whatever cannot work, before anything starts.
+        UsageError: something cannot work; raised before anything starts.
     """
     require_groups(config)
     components = Components(config)
     await components.require_env()
-    job = Job(components, resume, out)
-    try:
-        await job.start()
-        for step in range(job.step, config.rollout.num_rollout):
-            if job.eval_due(step):
-                await job.evaluate(step)
-            groups = await job.rollout(step)
-            await job.optimize(groups)
-            await job.sync()
-            job.record(step)
-            if job.save_due(step):
-                await job.save(step + 1)
-        await job.evaluate(config.rollout.num_rollout)
-        await job.finish()
-    except asyncio.CancelledError:
-        out(f"interrupted; the run goes on with: agentrl train --resume {job.folder.path}")
-        raise
-    finally:
-        await job.close()
-    return job.folder.path
+    async with TrainingRun(components, resume=resume, echo=echo) as run:
+        try:
+            await run.start()
+            for step in range(run.first_step, config.rollout.num_rollout):
+                if run.eval_due(step):
+                    await evaluate(run, step)
+                groups, rollout = await run.rollout(step)
+                training = await run.optimize(step, groups)
+                sync = await run.sync(training)
+                run.record(step, rollout, training, sync)
+                if run.save_due(step):
+                    await run.save(step + 1)
+            await evaluate(run, config.rollout.num_rollout)
+            await run.finish()
+        except asyncio.CancelledError:
+            run.log.echo(f"interrupted; to continue: agentrl train --resume {run.folder.path}")
+            raise
+    return run.folder.path
 
 
-class Job:
-    """The components of a run and where it stands."""
+class TrainingRun(EpisodeRun):
+    """A run with a trainer, whose weights are brought to the engine after each step."""
 
-    def __init__(self, components: Components, resume: Path | None, out: Print, *, evaluates: bool = False) -> None:
-        """Check everything, then make the run folder.
+    def __init__(self, components: Components, *, resume: Path | None = None, echo: Echo = print) -> None:
+        super().__init__(components, resume=resume, echo=echo)
+        self.first_step: int = self.state.get("step", 0)
+        self.optimizer_step: int = self.state.get("optimizer_step", 0)
+        self.weights = components.weight_sync(self.engine)
+        self._trainer: Trainer | None = None
 
-        Raises:
-            UsageError: whatever cannot work, before anything starts.
-        """
-        self.config = config = components.config
-        self.out = out
-        self.components = components
-        self.eval_sets = components.tasks.evaluation() if config.eval.eval_interval else {}
-        if evaluates and not self.eval_sets:
-            raise DataError(
-                f"{self.components.env_class.label()} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
-            )
-        self.source = DataSource(
-            components.tasks.training(),
-            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-            seed=config.run.seed,
-            shuffle=config.data.rollout_shuffle,
-        )
-        if components.trains:
-            self.components.require_trainable()
-        else:
-            self.components.require_weights()
-        self.step = 0
-        self.policy_version = 0
-        self.optimizer_step = 0
-        self.report = Report(components.env_class.eval_score)
-        self.checkpoint: Path | None = None
-        if resume is None:
-            self.folder = RunFolder.create(config, __version__)
-        else:
-            self.checkpoint, state = last_checkpoint(resume, config)
-            self._restore(state)
-            dropped = 0 if self.checkpoint else len(Recording(resume).episodes)
-            self.folder = RunFolder.reopen(resume, config, __version__, state)
-            if self.checkpoint is None:
-                out(
-                    f"{resume} has no checkpoint yet and starts from the beginning; recorded episodes dropped: {dropped}"
-                )
-        self.report.open(self.folder.path, config, self.folder.metrics.rows())
-        self.engine: Engine = self.components.engine(self.folder.path)
-        self.collector = Collector(components, self.engine, self.folder, self.report)
-        self.trainer: Any = None
-        self.weights = self.components.weight_sync(self.engine)
-        self.row: dict[str, float] = {}
-        """metrics of the step under way"""
-        self.seconds: dict[str, float] = {}
-        """timings of the step under way"""
-
-    # -- the stages, in order ----------------------------------------------------------------------------------------
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, once it has started."""
+        assert self._trainer is not None, "the trainer has not been started"
+        return self._trainer
 
     async def start(self) -> None:
-        """Start trainer and engine side by side; the engine takes a checkpoint's weights, and the model's if it comes with others."""
-        self.out(
-            f"run folder {self.folder.path}: model {self.components.folder}, environment {self.components.env_class.label()}, "
+        """Start trainer and engine together; give the engine the weights of the checkpoint, or the model's if it holds others."""
+        components = self.components
+        if self.dropped_episodes is not None:
+            self.log.echo(
+                f"{self.folder.path} has no checkpoint yet and starts from the beginning; recorded episodes dropped: {self.dropped_episodes}"
+            )
+        self.log.echo(
+            f"run folder {self.folder.path}: model {components.folder}, environment {components.env_class.label()}, "
             f"{len(self.source.tasks)} tasks, "
             f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
         )
-        (self.folder.path / "checkpoints").mkdir(exist_ok=True)  # from here on it can be resumed
-        reference = self.config.train.use_kl_loss
-        self.trainer, _ = await asyncio.gather(
-            asyncio.to_thread(self.components.trainer, self.folder.path, reference=reference), self.engine.start()
-        )
+        (self.folder.path / "checkpoints").mkdir(exist_ok=True)  # from now on the run can be resumed
+        await asyncio.gather(self.start_trainer(), self.engine.start())
         if self.checkpoint is not None:
             await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")
         await self.weights.begin(self.trainer)
@@ -134,87 +94,59 @@ class Job:
             await self.weights.yield_gpu(self.trainer)
             await self.weights.sync(self.trainer, self.policy_version)
         if self.checkpoint is not None:
-            self.out(f"resumed after rollout {self.step} from {self.checkpoint}")
+            self.log.echo(f"resumed after rollout {self.first_step} from {self.checkpoint}")
 
-    async def start_engine(self) -> None:
-        """Start the engine alone, with the weights it has."""
-        await self.engine.start()
-        self.policy_version = (await self.engine.health()).policy_version
-
-    async def rollout(self, step: int) -> list[Group]:
-        """Episodes for this step, recorded in the order of their ordinals."""
-        started = time.perf_counter()
-        specs = self.source.get_samples(self.config.rollout.rollout_batch_size)
-        policy = Policy(self.policy_version, self.config.rollout.rollout_temperature, self.config.run.seed)
-        found = await self.collector.play(specs, policy, step=step, split="train")
-        self.seconds = {"rollout_s": time.perf_counter() - started}
-        self.row = rollout_metrics(*found)
-        self.report.count(*found)
-        return found.groups
-
-    async def optimize(self, groups: Sequence[Group]) -> None:
-        """Advantages, rows, and `num_steps_per_rollout` optimizer steps."""
-        started = time.perf_counter()
-        await self.weights.yield_gpu(self.trainer)
-        lr, loss = rollout_learning_rate(self.config, self.step), loss_config(self.config.train)
-        steps = await with_log_probs(
-            self.trainer, step_rows(groups, self.config), reference=self.config.train.use_kl_loss
+    async def start_trainer(self) -> None:
+        """Start the trainer's ranks, without the engine."""
+        self._trainer = await asyncio.to_thread(
+            self.components.trainer, self.folder.path, reference=self.config.train.use_kl_loss
         )
-        done = []
-        for rows in steps:
-            metrics = await asyncio.to_thread(self.trainer.step, rows, loss, lr)
-            self.optimizer_step += 1
-            where = {"step": self.step, "optimizer_step": self.optimizer_step, "loss": asdict(loss), "lr": lr}
-            record = step_record(rows, self.trainer, metrics.pop("log_probs"), **where)
-            self.folder.episodes.write_step(**record, metrics=metrics)
-            done.append(metrics)
-        self.row |= {"train/steps": len(done), "train/rows": sum(map(len, steps))} | {
-            f"train/{k}": v for k, v in flatten(done).items()
-        }
-        self.seconds["train_s"] = time.perf_counter() - started
 
-    async def sync(self) -> None:
-        """New weights to the engine, if there are any."""
+    async def optimize(self, step: int, groups: Sequence[Group]) -> StageReport:
+        """Compute advantages and rows, and take `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
-        if self.row["train/steps"]:
-            self.policy_version += 1
-        if self.row["train/steps"] or self.weights.gpu_yielded:
-            await self.weights.sync(self.trainer, self.policy_version)
-            self.row |= self.weights.metrics()
-        self.row["policy_version"] = self.policy_version
-        self.seconds["sync_s"] = time.perf_counter() - started
-
-    def record(self, step: int) -> None:
-        """Write the step's numbers and say them."""
-        self.folder.metrics.write({"step": step, **self.row})
-        timings = {f"sync/{k}": v for k, v in self.weights.seconds.items()}
-        self.folder.timings.write({"step": step, **self.seconds, **timings, **self.weights.memory()})
-        self.report.step(step, self.row, self.seconds)
-        self.out(self.report.line(step))
-        self.step = step + 1
-
-    async def evaluate(self, step: int) -> None:
-        """All evaluation sets, with the weights as they are."""
-        settings = self.config.eval
-        for name, tasks in self.eval_sets.items():
-            started = time.perf_counter()
-            k = settings.n_samples_per_eval_prompt
-            prefix = f"eval/{name}/{step}/"
-            specs = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
-            policy = Policy(
-                self.policy_version, settings.eval_temperature, derive_seed(self.config.run.seed, "eval", name)
+        settings = self.config.train
+        await self.weights.yield_gpu(self.trainer)
+        lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)
+        batches = await with_log_probs(self.trainer, step_rows(groups, self.config), reference=settings.use_kl_loss)
+        steps = []
+        for rows in batches:
+            self.optimizer_step += 1
+            steps.append(
+                await asyncio.to_thread(
+                    recorded_step,
+                    self.trainer,
+                    self.folder,
+                    rows,
+                    loss,
+                    lr,
+                    step=step,
+                    optimizer_step=self.optimizer_step,
+                )
             )
-            found = await self.collector.play(specs, policy, step=step, split=f"eval/{name}")
-            row = eval_metrics(name, found.groups, self.components.env_class.eval_groups)
-            self.folder.metrics.write({"step": step, **row})
-            seconds = time.perf_counter() - started
-            self.folder.timings.write({"step": step, f"eval/{name}_s": seconds})
-            self.report.count(*found)
-            self.report.evaluation(step, name, row, seconds)
-            self.out(self.report.eval_line(step, name, seconds))
+        metrics: dict[str, float] = {"train/steps": len(batches), "train/rows": sum(map(len, batches))}
+        metrics |= {f"train/{name}": mean for name, mean in mean_over_steps(steps).items()}
+        return StageReport(metrics, {"train_s": time.perf_counter() - started})
+
+    async def sync(self, training: StageReport) -> StageReport:
+        """Bring the weights to the engine: new ones if there was an optimizer step, else those it gave up with its memory."""
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
+        trained = training.metrics["train/steps"] > 0
+        if trained:
+            self.policy_version += 1
+        if trained or self.weights.gpu_yielded:
+            await self.weights.sync(self.trainer, self.policy_version)
+            metrics |= self.weights.metrics()
+        metrics["policy_version"] = self.policy_version
+        return StageReport(metrics, {"sync_s": time.perf_counter() - started})
+
+    def further_timings(self) -> dict[str, float]:
+        """The parts of the last weight sync, and the free GPU memory where engine and trainer share GPUs."""
+        return {f"sync/{name}": value for name, value in self.weights.seconds.items()} | self.weights.memory()
 
     async def save(self, step: int, *, recorded: bool = False) -> None:
-        """A checkpoint from which the run goes on at `step`; after training on recorded episodes there is nothing to go on with."""
+        """Write a checkpoint after `step` rollouts. `recorded`: they were recorded by another run, so this one cannot be resumed."""
         state = {
             "step": step,
             "recorded": recorded,
@@ -228,58 +160,56 @@ class Job:
         await self.weights.reclaim_gpu(self.trainer)
 
     async def finish(self) -> None:
-        """Export the weights, draw the curve, write the summary."""
+        """Export the weights, then finish the report."""
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
         await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
-        self.report.finish(self.folder.path, self.config)
-        self.out(self.report.closing(self.folder.path))
+        self.finish_report()
 
     async def close(self) -> None:
-        """Stop everything; called once, whatever happened."""
-        await self.collector.close()
-        await self.engine.close()
-        if self.trainer is not None:
-            await asyncio.to_thread(self.trainer.close)
+        """See `EpisodeRun.close`; then stop the trainer."""
+        await super().close()
+        if self._trainer is not None:
+            await asyncio.to_thread(self._trainer.close)
         self.weights.close()
-        self.components.close()
-        self.report.close()
-        self.folder.close()
-
-    # -- when --------------------------------------------------------------------------------------------------------
 
     def eval_due(self, step: int) -> bool:
-        """Before the first rollout and after every `eval_interval`."""
+        """Whether an evaluation precedes rollout `step`: one does before the first and after each `eval_interval`."""
         interval = self.config.eval.eval_interval
-        return step % interval == 0 if interval else False
+        return bool(interval) and step % interval == 0
 
     def save_due(self, step: int) -> bool:
-        """After every `save_interval` rollouts and after the last."""
-        done = step + 1
-        return done % self.config.run.save_interval == 0 or done == self.config.rollout.num_rollout
+        """Whether a checkpoint follows rollout `step`: one does after each `save_interval` and after the last."""
+        rollouts = step + 1
+        return rollouts % self.config.run.save_interval == 0 or rollouts == self.config.rollout.num_rollout
 
-    # -- pieces ------------------------------------------------------------------------------------------------------
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        if not state:
-            return
-        self.step, self.policy_version, self.optimizer_step = (
-            state["step"],
-            state["policy_version"],
-            state["optimizer_step"],
-        )
-        self.source.load_state_dict(state["source"])
-        self.report.load_state_dict(state["report"])
+def recorded_step(
+    trainer: Trainer,
+    folder: RunFolder,
+    rows: Sequence[Row],
+    loss: LossConfig,
+    lr: float,
+    *,
+    step: int,
+    optimizer_step: int,
+) -> dict[str, float]:
+    """Take one optimizer step and record what the trainer was given; returns the step's metrics."""
+    metrics = trainer.step(rows, loss, lr)
+    log_probs = metrics.pop("log_probs")
+    values = {"step": step, "optimizer_step": optimizer_step, "loss": asdict(loss), "lr": lr}
+    folder.episodes.write_step(**step_record(rows, trainer, log_probs, **values), metrics=metrics)
+    return metrics
 
 
 def require_groups(config: Config) -> None:
-    """Refuse groups of one, which have no advantage, if nothing else is trained.
+    """Refuse groups of one episode, which have no advantage, unless there is a KL or entropy term to train on.
 
     Raises:
-        ConfigError: what to set.
+        ConfigError: the groups are too small.
     """
-    t = config.train
-    if config.rollout.n_samples_per_prompt == 1 and not (t.kl_loss_coef or t.entropy_coef):
+    settings = config.train
+    if config.rollout.n_samples_per_prompt == 1 and not (settings.kl_loss_coef or settings.entropy_coef):
         raise ConfigError(
-            "--n-samples-per-prompt 1 trains nothing: an episode's advantage is its distance from the others of its group; "
-            "give at least 2 (or --kl-loss-coef or --entropy-coef, if only these are meant)"
+            "--n-samples-per-prompt 1 trains nothing: the advantage of an episode is its difference from the others of its group; "
+            "give at least 2 (or --kl-loss-coef or --entropy-coef, to train on these terms alone)"
         )

@@ -440,8 +440,7 @@ class TestTheChatTemplateIsCheckedFirst:
     def test_a_template_that_omits_tools(self, run):
         err = run(TEMPLATE)
         assert (
-            "its chat template leaves tools out, so the policy would never hear of clock, look_up of environment Ask"
-            in err
+            "its chat template leaves tools out, so the policy would not see clock, look_up of environment Ask" in err
         )
         assert "leaves tools out" in run(TEMPLATE, "    system_prompt = 'Call clock(zone).'\n")
 

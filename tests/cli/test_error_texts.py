@@ -65,8 +65,8 @@ ERRORS = {
         "train: --sglang-mem-fraction-static needs --engine sglang (the engine is local)"
     ),
     "train --model model --n-samples-per-prompt 1": (
-        "train: --n-samples-per-prompt 1 trains nothing: an episode's advantage is its distance from the "
-        "others of its group; give at least 2 (or --kl-loss-coef or --entropy-coef, if only these are meant)"
+        "train: --n-samples-per-prompt 1 trains nothing: the advantage of an episode is its difference from the "
+        "others of its group; give at least 2 (or --kl-loss-coef or --entropy-coef, to train on these terms alone)"
     ),
     "train --model model --tensor-model-parallel-size 3 --actor-num-gpus-per-node none": (
         "train: tensor_model_parallel_size 3 does not divide the model's 2 key-value heads"

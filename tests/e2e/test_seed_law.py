@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.config import build_config
 from agentrl.rollout.rollout import Rollout, RolloutLimits
-from agentrl.run.components import Components
+from agentrl.run.components import Components, RunnerSettings
 from agentrl.store import to_record
 from agentrl.types import EpisodeSpec
 
@@ -40,7 +40,7 @@ async def test_concurrency_changes_no_episode_of_the_local_engine():
     try:
         for concurrency in (1, 7, 64):
             fresh = [[replace(s, prefix=f"{concurrency}/") for s in group] for group in specs]
-            runner = components.runner(engine, temperature=1.0, seed=11)
+            runner = components.runner(engine, RunnerSettings(policy_version=0, temperature=1.0, seed=11))
             groups, table = await Rollout(runner, RolloutLimits(concurrency)).run(fresh)
             runner.close()
             assert table.failures == 0

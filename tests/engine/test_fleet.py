@@ -210,6 +210,15 @@ async def test_weights_that_turn_out_wrong_on_an_engine_that_came_back_are_not_u
     assert not fleet.members[0].weights_unknown
 
 
+async def test_a_server_that_goes_and_comes_back_is_logged(fleet, doubles, caplog):
+    fleet.suspect(doubles[0].address, EngineFailure("no answer", "engine: connection lost"))
+    await until(lambda: fleet.members[0].state == "ready")
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if doubles[0].address in r.getMessage()] == [
+        ("WARNING", f"server {doubles[0].address} taken out: no answer"),
+        ("WARNING", f"server {doubles[0].address} is ready, with weights of version 0"),
+    ]
+
+
 # -- weights of an earlier run -------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,8 @@ from agentrl.core.child_process import session_members
 from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
 from agentrl.rollout import process_pool as runners
 from agentrl.run.components import Components
-from agentrl.run.jobs import evaluate_only, rollout_only
-from agentrl.run.training import Job
+from agentrl.run.evaluation import evaluate_only
+from agentrl.run.rollouts import EpisodeRun, rollout_only
 from agentrl.store import read_records
 
 ENV = str(Path(__file__).parents[1] / "process_pool_env.py") + ":Walk"
@@ -110,7 +110,7 @@ def episodes(run: Path) -> list[dict]:
 async def run(config):
     """The recorded episodes and what was said."""
     said: list[str] = []
-    folder = await asyncio.wait_for(rollout_only(config, out=said.append), 120)
+    folder = await asyncio.wait_for(rollout_only(config, echo=said.append), 120)
     return episodes(folder / "episodes"), "\n".join(said)
 
 
@@ -159,24 +159,24 @@ async def test_sessions_stick_to_a_server(settings, servers):
 async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, servers, monkeypatch):
     for server in servers:
         server.delay_s = 0.05
-    job = Job(Components(settings("slow", 2), trains=False), None, lambda text: None)
+    run = EpisodeRun(Components(settings("slow", 2), trains=False), echo=lambda text: None)
     behind = 0
 
     class Slow:
         def update(self):
             nonlocal behind
-            asked = sum(len(p.pending) for p in job.collector.processes._processes)
+            asked = sum(len(p.pending) for p in run.collector.processes._processes)
             behind = max(behind, asked)
             time.sleep(0.01)  # the controller is slow, the processes are not
 
         def close(self): ...
 
-    monkeypatch.setattr(job.report, "progress", lambda *_: Slow())
+    monkeypatch.setattr(run.report, "progress", lambda *_: Slow())
     try:
-        await job.engine.start()
-        groups = await job.rollout(0)
+        await run.engine.start()
+        groups, _ = await run.rollout(0)
     finally:
-        await job.close()
+        await run.close()
     assert sum(len(g.trajectories) for g in groups) == 12
     assert 2 < behind <= 7
     assert 2 < Server.most <= 7
@@ -219,14 +219,14 @@ async def test_what_cannot_be_pickled_is_said(settings):
 
 
 async def test_a_task_that_cannot_be_sent_is_named(settings):
-    job = Job(Components(settings("task", 2), trains=False), None, lambda text: None)
-    job.source.tasks = [replace(t, metadata={"n": lambda: 0}) for t in job.source.tasks]
+    run = EpisodeRun(Components(settings("task", 2), trains=False), echo=lambda text: None)
+    run.source.tasks = [replace(t, metadata={"n": lambda: 0}) for t in run.source.tasks]
     try:
-        await job.engine.start()
+        await run.engine.start()
         with pytest.raises(DataError, match=r"task \d cannot be sent to a runner process: "):
-            await job.rollout(0)
+            await run.rollout(0)
     finally:
-        await job.close()
+        await run.close()
 
 
 async def test_a_limit_too_small_to_share_is_refused(settings):
@@ -250,20 +250,20 @@ async def test_a_server_that_goes_and_comes_back(settings, servers):
 
 
 async def test_every_rollout_takes_the_weights_there_are(settings, servers):
-    job = Job(Components(settings("versions", 2), trains=False), None, lambda text: None)
+    run = EpisodeRun(Components(settings("versions", 2), trains=False), echo=lambda text: None)
     try:
-        await job.engine.start()
+        await run.engine.start()
         for version in (0, 1):
-            job.policy_version = job.engine.policy_version = version
+            run.policy_version = run.engine.policy_version = version
             for server in servers:
                 server.weight_version = str(version or "default")
-            for member in job.engine.members:
+            for member in run.engine.members:
                 member.engine.policy_version = version
-            groups = await job.rollout(version)
+            groups, _ = await run.rollout(version)
             spans = [s for g in groups for t in g.trajectories for part in t.segments for s in part.spans]
             assert {s.policy_version for s in spans if s.log_probs} == {version}
     finally:
-        await asyncio.wait_for(job.close(), 30)
+        await asyncio.wait_for(run.close(), 30)
     assert not multiprocessing.active_children()
 
 

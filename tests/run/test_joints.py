@@ -216,9 +216,9 @@ def play(model, monkeypatch, tmp_path):
         try:
             config = build_config(base, placed)
             if job == "sft":
-                seen.path = await sft(config, [model / "talks.jsonl"], out=lambda _: None)
+                seen.path = await sft(config, [model / "talks.jsonl"], echo=lambda _: None)
             else:
-                seen.path = await train(config, out=lambda _: None)
+                seen.path = await train(config, echo=lambda _: None)
         except AgentRLError as e:
             seen.error = e
             return seen

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from agentrl.config import Config, build_config
 from agentrl.rollout.failures import CauseTable
-from agentrl.run.metrics import eval_metrics, flatten, rollout_metrics
+from agentrl.run.metrics import eval_metrics, mean_over_steps, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.types import Group, StopReason, Task
@@ -30,14 +30,14 @@ def rolled(report, step, *groups, violations=0, **more):
     """A rollout's numbers, given to the report as the loop does."""
     table = table_of(*groups, **more)
     row = rollout_metrics(groups, table, violations) | {"train/rows": 4, "train/steps": 2, "train/grad_norm": 0.5}
-    report.count(groups, table, violations)
-    report.step(step, row, SECONDS)
+    report.add_episodes(groups, table, violations)
+    report.add_step(step, row, SECONDS)
     return row
 
 
 def evaluated(report, step, *groups, name="test"):
-    report.count(groups, table_of(*groups), 0)
-    report.evaluation(step, name, eval_metrics(name, groups), 0.5)
+    report.add_episodes(groups, table_of(*groups), 0)
+    report.add_evaluation(step, name, eval_metrics(name, groups), 0.5)
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -105,18 +105,18 @@ def test_an_abstaining_component_is_left_out_of_its_mean_and_counted():
     report = Report()
     row = eval_metrics("test", [Group(0, g.task, (silent, g.trajectories[1]))])
     assert row["eval/test/abstained/r"] == 1
-    report.evaluation(0, "test", row, 1.0)
+    report.add_evaluation(0, "test", row, 1.0)
     assert "abstained" not in report.eval_line(0, "test", 1.0)
     assert not any("abstained" in key for key in report.summary(Config()))
 
 
 def test_steps_of_a_rollout_are_averaged_and_maxima_stay_maxima():
-    assert flatten([{"loss": 1.0, "diff_max": 0.1}, {"loss": 2.0, "diff_max": 0.3, "kl": 4.0}]) == {
+    assert mean_over_steps([{"loss": 1.0, "diff_max": 0.1}, {"loss": 2.0, "diff_max": 0.3, "kl": 4.0}]) == {
         "loss": 1.5,
         "diff_max": 0.3,
         "kl": 4.0,
     }
-    assert flatten([]) == {}
+    assert mean_over_steps([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(style, rates):
 def test_the_table_of_causes_follows_a_rollout_only_if_it_says_something():
     report = Report()
     rolled(report, 0, group_of(1.0, 0.0))
-    assert len(report.line(0).splitlines()) == 1
+    assert len(report.step_line(0).splitlines()) == 1
     failed = trajectory(reason=StopReason.TOOL_FAILURE, cause="tool search: InfraError")
     rolled(report, 1, group_of(1.0, 0.0), extra=[failed], retried=1)
-    first, *table = report.line(1).splitlines()
+    first, *table = report.step_line(1).splitlines()
     assert first.startswith("rollout    2  reward 0.500")
     assert "FAILURES 1" in first
     assert [line.split() for line in table[1:3]] == [
@@ -160,7 +160,7 @@ def test_the_last_words_hold_the_table_of_the_whole_run_and_the_curve(tmp_path):
     rolled(report, 0, group_of(0.0, 0.0), extra=[trajectory(reason=StopReason.ENGINE_FAILURE, cause="gone")])
     rolled(report, 1, group_of(1.0, 1.0))
     evaluated(report, 2, group_of(1.0))
-    said = report.closing(tmp_path)
+    said = report.closing_summary(tmp_path)
     assert "engine_failure        1  gone" in said
     assert "terminated            5" in said
     assert "training reward  ▁█  0.000 -> 1.000" in said
@@ -171,10 +171,10 @@ def test_the_last_words_hold_the_table_of_the_whole_run_and_the_curve(tmp_path):
 def test_the_closing_summary_shows_the_environments_score_where_an_evaluation_has_it(tmp_path):
     report = Report("r")
     evaluated(report, 0, group_of(0.5))
-    assert "eval test r by rollout  0: 0.500" in report.closing(tmp_path)
+    assert "eval test r by rollout  0: 0.500" in report.closing_summary(tmp_path)
     report = Report("em")
     evaluated(report, 0, group_of(0.5))
-    assert "eval test reward by rollout  0: 0.500" in report.closing(tmp_path)
+    assert "eval test reward by rollout  0: 0.500" in report.closing_summary(tmp_path)
 
 
 # -- the summary -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from replays import NoteTrainer
 
 from agentrl.cli.main import main
 from agentrl.errors import ConfigError, DataError
-from agentrl.run.sft import recorded
+from agentrl.run.sft import recorded_episodes
 from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows
@@ -85,14 +85,14 @@ def test_episodes_of_evaluations_are_left_out(tmp_path):
         writer.write(trajectory(index=index), split=split)
     writer.close()
     said = []
-    assert [t.episode_id for t in recorded(tmp_path / "run", said.append)] == ["1-0"]
+    assert [t.episode_id for t in recorded_episodes(tmp_path / "run", said.append)] == ["1-0"]
     assert said == [f"{tmp_path / 'run'}: 2 episodes of evaluations left out"]
 
     writer = EpisodeWriter(tmp_path / "eval/episodes")
     writer.write(trajectory(), split="eval/test")
     writer.close()
     with pytest.raises(DataError, match="holds only evaluations"):
-        recorded(tmp_path / "eval", print)
+        recorded_episodes(tmp_path / "eval", print)
 
 
 def test_a_model_of_images_is_refused(tmp_path, tokenizer_dir, monkeypatch):

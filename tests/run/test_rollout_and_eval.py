@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 from aiohttp import web
-from doubles import OBSERVATION, FakeEngine, trajectory
+from doubles import OBSERVATION, trajectory
 from retrieval_server import Server
 
 from agentrl.cli.main import main, make_parser
@@ -21,7 +21,7 @@ from agentrl.errors import WorkerError
 from agentrl.render import Tokenizer
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
-from agentrl.run.training import Job
+from agentrl.run.training import TrainingRun
 from agentrl.store import EpisodeWriter, read_episodes
 from agentrl.types import Status
 
@@ -34,27 +34,6 @@ HOTPOT = {
     "data_source": "hotpotqa",
     "metadata": {"type": "comparison", "level": "medium"},
 }
-
-
-@pytest.fixture
-def model(tokenizer_dir, tmp_path, monkeypatch):
-    """A model folder as far as it is looked at, and a working directory to itself."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agentrl.run.components.Components.require_weights", lambda self: None)
-    (tokenizer_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 16384}))
-    return str(tokenizer_dir)
-
-
-@pytest.fixture
-def says(monkeypatch):
-    """Have the engine follow a script."""
-
-    def follow(script):
-        monkeypatch.setattr(
-            "agentrl.run.components.Components.engine", lambda self, *_: FakeEngine(self.renderer, script)
-        )
-
-    return follow
 
 
 @pytest.fixture
@@ -192,7 +171,7 @@ def test_an_interrupted_training_run_says_how_it_goes_on(model, says, capsys, mo
 
 
 def stop(sign, model, says, capsys, monkeypatch):
-    noticed, close = threading.Event(), Job.close
+    noticed, close = threading.Event(), TrainingRun.close
 
     def interrupted(*_, **__):
         signal.raise_signal(sign)
@@ -202,7 +181,7 @@ def stop(sign, model, says, capsys, monkeypatch):
         noticed.set()
         return close(job)
 
-    monkeypatch.setattr(Job, "close", closes)
+    monkeypatch.setattr(TrainingRun, "close", closes)
     monkeypatch.setattr("agentrl.run.components.Components.require_trainable", lambda self: None)
     monkeypatch.setattr("agentrl.run.components.Components.trainer", interrupted)
     says(["<answer>Paris</answer>"])
@@ -214,7 +193,7 @@ def stop(sign, model, says, capsys, monkeypatch):
     finally:
         signal.signal(sign, before)
     said = capsys.readouterr()
-    assert "the run goes on with: agentrl train --resume runs/mine" in said.out
+    assert "interrupted; to continue: agentrl train --resume runs/mine" in said.out
     assert said.err.endswith("agentrl train: interrupted\n")
 
 

@@ -1,0 +1,55 @@
+"""Evaluation on held-out tasks, during training and as `agentrl eval`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.config import Config
+from agentrl.core.name_syntax import split_slice
+from agentrl.run.components import Components
+from agentrl.run.metrics import eval_metrics
+from agentrl.run.rollouts import EpisodeRun
+from agentrl.run.run_log import Echo
+from agentrl.types import EpisodeSpec
+
+
+async def evaluate_only(config: Config, *, echo: Echo = print) -> dict[str, float]:
+    """Evaluate the model as it is; returns the metrics of the first evaluation set.
+
+    The tasks are those of `--eval-prompt-data`, else of `--prompt-data`, else of the environment's split 'test'.
+
+    Raises:
+        DataError: there are no tasks.
+    """
+    eval_data, data = config.eval.eval_prompt_data, config.data.prompt_data
+    if data and not eval_data:
+        eval_data = (Path(split_slice(data)[0]).stem, data)
+    config = replace(config, eval=replace(config.eval, eval_interval=1, eval_prompt_data=eval_data))
+    components = Components(config, trains=False)
+    await components.require_env()
+    async with EpisodeRun(components, echo=echo, evaluates=True) as run:
+        await run.start_engine()
+        await evaluate(run, 0)
+        run.finish_report()
+    return next((rows[-1][1] for rows in run.report.evals.values()), {})
+
+
+async def evaluate(run: EpisodeRun, step: int) -> None:
+    """Play all evaluation sets with the engine's weights after `step` rollouts; record, report and show the metrics."""
+    k = run.config.eval.n_samples_per_eval_prompt
+    for name, tasks in run.eval_sets.items():
+        started = time.perf_counter()
+        prefix = f"eval/{name}/{step}/"
+        groups = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
+        episodes = await run.collector.collect(
+            groups, policy_version=run.policy_version, step=step, split=f"eval/{name}"
+        )
+        metrics = eval_metrics(name, episodes.groups, run.components.env_class.eval_groups)
+        run.folder.metrics.write({"step": step, **metrics})
+        seconds = time.perf_counter() - started
+        run.folder.timings.write({"step": step, f"eval/{name}_s": seconds})
+        run.report.add_episodes(*episodes)
+        run.report.add_evaluation(step, name, metrics, seconds)
+        run.log.echo(run.report.eval_line(step, name, seconds))

@@ -1,0 +1,150 @@
+"""A run that plays episodes, and `agentrl rollout`: episodes recorded without training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from agentrl import __version__
+from agentrl.config import Config
+from agentrl.data.data_source import DataSource
+from agentrl.errors import DataError
+from agentrl.run.collector import Collector
+from agentrl.run.components import Components
+from agentrl.run.metrics import StageReport, rollout_metrics
+from agentrl.run.report import Report
+from agentrl.run.run_log import Echo, RunLog
+from agentrl.store import Recording
+from agentrl.store.run_folder import RunFolder, last_checkpoint
+from agentrl.types import Group
+
+NOT_TRAINED = StageReport({"train/rows": 0})
+"""in place of the training stage of a step that only plays episodes"""
+
+
+async def rollout_only(config: Config, *, echo: Echo = print) -> Path:
+    """Record `num_rollout` rollouts without a trainer; returns the run folder."""
+    components = Components(config, trains=False)
+    await components.require_env()
+    async with EpisodeRun(components, echo=echo) as run:
+        await run.start_engine()
+        for step in range(config.rollout.num_rollout):
+            _, rollout = await run.rollout(step)
+            run.record(step, rollout, NOT_TRAINED)
+        run.finish_report()
+    return run.folder.path
+
+
+class EpisodeRun:
+    """An open run folder with what it takes to play episodes into it. A context manager: leaving it stops everything.
+
+    Args:
+        components: built from the settings.
+        resume: the run folder to continue; None: a new one.
+        echo: shows a message to the user.
+        evaluates: there must be tasks to evaluate on.
+
+    Raises:
+        UsageError: something cannot work; raised before the run folder is created or changed.
+    """
+
+    def __init__(
+        self, components: Components, *, resume: Path | None = None, echo: Echo = print, evaluates: bool = False
+    ) -> None:
+        self.components = components
+        self.config = config = components.config
+        self.eval_sets = components.tasks.evaluation() if config.eval.eval_interval else {}
+        if evaluates and not self.eval_sets:
+            raise DataError(
+                f"{components.env_class.label()} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
+            )
+        self.source = DataSource(
+            components.tasks.training(),
+            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+            seed=config.run.seed,
+            shuffle=config.data.rollout_shuffle,
+        )
+        if components.trains:
+            components.require_trainable()
+        else:
+            components.require_weights()
+        self.report = Report(components.env_class.eval_score)
+        self.policy_version = 0
+        self.checkpoint: Path | None = None
+        self.state: dict[str, Any] = {}
+        """of the checkpoint"""
+        self.dropped_episodes: int | None = None
+        """of a resumed run that has no checkpoint yet: its episodes, which are dropped"""
+        if resume is None:
+            self.folder = RunFolder.create(config, __version__)
+        else:
+            self._restore(resume)
+            self.folder = RunFolder.reopen(resume, config, __version__, self.state)
+        self.report.open(self.folder.path, config, self.folder.metrics.rows())
+        self.log = RunLog(self.folder.path, config.run.log_level, echo)
+        self.engine = components.engine(self.folder.path)
+        self.collector = Collector(components, self.engine, self.folder, self.report)
+
+    def _restore(self, path: Path) -> None:
+        """Take over the state of the last checkpoint; without one the run starts from the beginning."""
+        self.checkpoint, self.state = last_checkpoint(path, self.config)
+        if self.checkpoint is None:
+            self.dropped_episodes = len(Recording(path).episodes)
+            return
+        self.policy_version = self.state["policy_version"]
+        self.source.load_state_dict(self.state["source"])
+        self.report.load_state_dict(self.state["report"])
+
+    async def __aenter__(self) -> Self:
+        self.log.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        finally:
+            self.log.__exit__(kind, error, traceback)
+
+    async def start_engine(self) -> None:
+        """Start the engine with the weights it has."""
+        await self.engine.start()
+        self.policy_version = (await self.engine.health()).policy_version
+
+    async def rollout(self, step: int) -> tuple[list[Group], StageReport]:
+        """Play and record the next `rollout_batch_size` groups of episodes."""
+        started = time.perf_counter()
+        groups = self.source.get_samples(self.config.rollout.rollout_batch_size)
+        episodes = await self.collector.collect(groups, policy_version=self.policy_version, step=step, split="train")
+        self.report.add_episodes(*episodes)
+        seconds = time.perf_counter() - started
+        return episodes.groups, StageReport(rollout_metrics(*episodes), {"rollout_s": seconds})
+
+    def record(self, step: int, *stages: StageReport) -> None:
+        """Write what the stages of a step report, and show its line."""
+        metrics = {name: value for stage in stages for name, value in stage.metrics.items()}
+        seconds = {name: value for stage in stages for name, value in stage.seconds.items()}
+        self.folder.metrics.write({"step": step, **metrics})
+        self.folder.timings.write({"step": step, **seconds, **self.further_timings()})
+        self.report.add_step(step, metrics, seconds)
+        self.log.echo(self.report.step_line(step))
+
+    def further_timings(self) -> dict[str, float]:
+        """Timings of a step that are not among the report's totals."""
+        return {}
+
+    def finish_report(self) -> None:
+        """Write the summary, draw the curve, and show the closing summary."""
+        self.report.finish(self.folder.path, self.config)
+        self.log.echo(self.report.closing_summary(self.folder.path))
+
+    async def close(self) -> None:
+        """Stop the processes and the engine, and close all files."""
+        await self.collector.close()
+        await self.engine.close()
+        self.components.close()
+        self.report.close()
+        self.folder.close()

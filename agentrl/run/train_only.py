@@ -1,0 +1,73 @@
+"""`agentrl train --train-only`: the RL losses on recorded episodes, rollout by rollout; no engine, no new episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import Config
+from agentrl.errors import DataError
+from agentrl.rollout.failures import CauseTable
+from agentrl.run.collector import CollectedEpisodes
+from agentrl.run.components import Components
+from agentrl.run.metrics import StageReport, rollout_metrics
+from agentrl.run.run_log import Echo
+from agentrl.run.training import TrainingRun
+from agentrl.store import IndexEntry, Recording, exactness_violations, from_record
+from agentrl.types import Group, Status, Trajectory
+
+
+async def train_only(config: Config, recorded: Path, *, echo: Echo = print) -> Path:
+    """Train on the episodes of the train split in `recorded`; returns the run folder.
+
+    Raises:
+        DataError: there are none.
+    """
+    recording = Recording(recorded)
+    rollouts = list(recorded_rollouts(recording, config.rollout.rollout_batch_size))
+    if not rollouts:
+        raise DataError(f"{recorded}: it holds no episodes of the train split")
+    async with TrainingRun(Components(config), echo=echo) as run:
+        if recording.note:
+            run.log.echo(recording.note)
+        await run.start_trainer()
+        for step, entries in enumerate(rollouts):
+            episodes = _copy_rollout(run, recording, entries, step)
+            training = await run.optimize(step, episodes.groups)
+            run.record(step, StageReport(rollout_metrics(*episodes)), training)
+        await run.save(len(rollouts), recorded=True)
+        await run.finish()
+    return run.folder.path
+
+
+def recorded_rollouts(recording: Recording, batch_size: int) -> Iterator[list[IndexEntry]]:
+    """Entries of train episodes by the rollout that recorded them; those without one in batches of `batch_size` groups."""
+    rollouts: dict[Any, list[IndexEntry]] = {}
+    group_order: dict[int, int] = {}
+    for entry in recording.episodes:
+        if entry.split in ("train", ""):
+            rollout: Any = entry.step
+            if rollout is None:
+                rollout = ("batch", group_order.setdefault(entry.group, len(group_order)) // batch_size)
+            rollouts.setdefault(rollout, []).append(entry)
+    yield from rollouts.values()
+
+
+def _copy_rollout(
+    run: TrainingRun, recording: Recording, entries: Sequence[IndexEntry], step: int
+) -> CollectedEpisodes:
+    """Read a recorded rollout and write its episodes into the new run."""
+    causes, violations = CauseTable(), 0
+    members: dict[int, list[Trajectory]] = {}
+    for record in recording.records(list(entries)):
+        t = from_record(record, recording.images)
+        causes.add(t)
+        violations += exactness_violations([t])
+        run.folder.episodes.write(t, step=step, split="train", config=record.get("config"))
+        if t.status not in (Status.FAILED, Status.ABORTED):
+            members.setdefault(t.group_index, []).append(t)
+    groups = [Group(index, ts[0].task, tuple(ts)) for index, ts in members.items()]
+    episodes = CollectedEpisodes(groups, causes, violations)
+    run.report.add_episodes(*episodes)
+    return episodes
