@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agentrl.core.sequences import first_difference
 from agentrl.render.accelerators.memo import Memo
 from agentrl.render.base import Pieces
 from agentrl.render.template_trace import Pattern, Slot
@@ -70,18 +71,13 @@ def split_provenance(
 
     A token that holds characters of both counts as content. Neither is ever trained on.
     """
-    start = common_prefix(ids, head)
-    end = len(ids) - min(common_prefix(ids[::-1], tail[::-1]), len(ids) - start)
+    start = first_difference(ids, head)
+    end = len(ids) - min(first_difference(ids[::-1], tail[::-1]), len(ids) - start)
     return [
         (Provenance.TEMPLATE, ids[:start]),
         (Provenance.OBSERVATION, ids[start:end]),
         (Provenance.TEMPLATE, ids[end:]),
     ]
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of ids with which both begin."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def merged(pieces: Iterable[tuple[Provenance, Sequence[int]]]) -> Pieces:

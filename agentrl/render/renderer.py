@@ -13,12 +13,13 @@ from typing import Any, Literal
 import orjson
 
 from agentrl.core.message_images import Image, PlacedImage, image_parts, images_in
+from agentrl.core.sequences import first_difference
 from agentrl.errors import TemplateError
 from agentrl.render.accelerators.memo import Memo
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.chat_template import ChatTemplate
 from agentrl.render.delta_proof import HISTORY_KINDS, DeltaProof, DeltaProver, history_kind
-from agentrl.render.delta_template import DeltaTemplate, common_prefix, merged, split_provenance
+from agentrl.render.delta_template import DeltaTemplate, merged, split_provenance
 from agentrl.render.images import Images
 from agentrl.render.injection_guard import InjectionGuard
 from agentrl.render.message_shape import shape_of
@@ -355,8 +356,8 @@ class Renderer:
         ids, bare = (
             self.tokenizer.encode_escaped(self._prover.render_tail(m, kind, proof), base) for m in (escaped, empty)
         )
-        head = common_prefix(ids, bare)
-        tail = common_prefix(ids[head:][::-1], bare[head:][::-1])
+        head = first_difference(ids, bare)
+        tail = first_difference(ids[head:][::-1], bare[head:][::-1])
         return merged(split_provenance(ids, ids[:head], ids[len(ids) - tail :]))
 
     def _inline_pieces(self, messages: Sequence[Message]) -> Pieces:

@@ -70,16 +70,16 @@ async def _replay(
     runner: EpisodeRunner, members: Sequence[Trajectory], live: Sequence[Container[str]], full_output: ReadOutput
 ) -> tuple[list[Outcome], list[set[str]]]:
     """The outcomes, and the stateful tools that each episode called."""
-    played: Played = []
+    played: list[_Played] = []
     stateful: list[set[str]] = []
     for then, names in zip(members, live, strict=True):
         generator = PlaybackGenerator(then)
         tools = PlaybackTools(generator, runner.pools.tool_executor, names)
         today = await with_playback(runner, generator, tools).run(spec_of(then))
-        played.append((then, today, generator.departure))
+        played.append(_Played(then, today, generator.departure))
         stateful.append(tools.stateful)
     played = await _with_group_rewards(runner, played)
-    return [await _outcome(runner, *each, full_output) for each in played], stateful
+    return [await _outcome(runner, p, full_output) for p in played], stateful
 
 
 class _FullOutputs:
@@ -105,26 +105,34 @@ def _further(a: Outcome, b: Outcome) -> bool:
     return places[0] > places[1]
 
 
-Played = list[tuple[Trajectory, Trajectory, Departure | None]]
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """A recorded episode and its replay."""
+
+    then: Trajectory
+    today: Trajectory
+    departure: Departure | None
+
+    @property
+    def failed(self) -> bool:
+        return self.then.status in (Status.FAILED, Status.ABORTED)
 
 
-async def _with_group_rewards(runner: EpisodeRunner, played: Played) -> Played:
+async def _with_group_rewards(runner: EpisodeRunner, played: list[_Played]) -> list[_Played]:
     """Score the group as the rollout did, if it is complete; else remove the group's components on both sides."""
     if not runner.scorer.group:
         return played
     names = [r.name for r in runner.scorer.group]
-    members = [i for i, (then, _, _) in enumerate(played) if then.status not in (Status.FAILED, Status.ABORTED)]
-    scored_then = [any(_is_component_of(k, names) for k in played[i][0].rewards) for i in members]
-    if members and all(played[i][2] is None for i in members) and (all(scored_then) or not any(scored_then)):
-        try:
-            scored = await runner.scorer.score_group([played[i][1] for i in members])
-        except RewardFailure as e:
-            scored = [replace(played[i][1], stop_reason=StopReason.REWARD_FAILURE, cause=e.cause) for i in members]
-        with_rewards = list(played)
-        for i, today in zip(members, scored, strict=True):
-            with_rewards[i] = (played[i][0], today, played[i][2])
-        return with_rewards
-    return [(_without(then, names), _without(today, names), departure) for then, today, departure in played]
+    members = [p for p in played if not p.failed]
+    scored_then = [any(_is_component_of(k, names) for k in p.then.rewards) for p in members]
+    complete = members and all(p.departure is None for p in members) and (all(scored_then) or not any(scored_then))
+    if not complete:
+        return [replace(p, then=_without(p.then, names), today=_without(p.today, names)) for p in played]
+    try:
+        scored = iter(await runner.scorer.score_group([p.today for p in members]))
+    except RewardFailure as e:
+        scored = iter([replace(p.today, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause) for p in members])
+    return [p if p.failed else replace(p, today=next(scored)) for p in played]
 
 
 def _is_component_of(component: str, names: Sequence[str]) -> bool:
@@ -136,10 +144,9 @@ def _without(t: Trajectory, names: Sequence[str]) -> Trajectory:
     return replace(t, rewards=rewards, weights={k: v for k, v in t.weights.items() if not _is_component_of(k, names)})
 
 
-async def _outcome(
-    runner: EpisodeRunner, then: Trajectory, today: Trajectory, departure: Departure | None, full_output: ReadOutput
-) -> Outcome:
-    divergence = compare(then, today, departure, runner.renderer.tokenizer.decode, full_output)
+async def _outcome(runner: EpisodeRunner, played: _Played, full_output: ReadOutput) -> Outcome:
+    then, decode = played.then, runner.renderer.tokenizer.decode
+    divergence = compare(then, played.today, played.departure, decode, full_output)
     if divergence is not None and divergence.cause == "template" and divergence.turn < 0:
         divergence = await _attribute_prompt(runner, then, divergence)
     return Outcome(then.episode_id, divergence, partial=then.stop_reason in EXTERNAL_STOPS)

@@ -414,6 +414,23 @@ async def test_group_rewards_are_compared_where_the_group_is_whole(tmp_path, tag
     assert differences(alone) == [None] or alone[0].divergence.cause == "reward"
 
 
+async def test_a_group_reward_that_fails_in_the_replay_is_a_difference_of_every_member(tmp_path, tags):
+    @reward(group=True)
+    def rank(trajectories):
+        return [float(i) for i, _ in enumerate(trajectories)]
+
+    class Ranked(Search):
+        rewards = (exact, rank)
+
+    @reward(group=True, name="rank")
+    def broken(trajectories):
+        raise ValueError("no ranks")
+
+    episodes = await record(Ranked, script, tags, tmp_path)
+    found = differences(await replay(Ranked, tags, episodes, rewards=(exact, broken)))
+    assert [(d.cause, d.today) for d in found] == [("reward", "reward_failure (reward rank: ValueError)")] * 6
+
+
 async def test_terminal_escapes_of_a_tool_show_as_text(tmp_path, tags):
     class Rude(Search):
         @tool
