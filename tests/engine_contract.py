@@ -1,4 +1,4 @@
-"""What every engine must do, as a class that a test of one engine inherits.
+"""The contract of engines, as a class that the tests of each engine inherit.
 
 The subclass gives a fixture `engine` (started, closed by the fixture), `context` (ids it can continue; it answers with at least
 6 tokens when nothing stops it and end tokens are ignored), and `slow` (a started engine whose answer to `context` takes some
@@ -27,7 +27,7 @@ class EngineContract:
 
     @pytest.fixture
     def manifest(self, tmp_path: Path) -> WeightsManifest:
-        """Weights that the engine takes."""
+        """Weights that the engine accepts."""
         return WeightsManifest(tmp_path, "")
 
     async def test_it_is_an_engine(self, engine):
@@ -50,7 +50,7 @@ class EngineContract:
     async def test_one_token(self, engine, context):
         assert len((await engine.generate(context, params(1), session="a")).ids) == 1
 
-    async def test_stop_token_is_part_of_the_answer(self, engine, context):
+    async def test_a_stop_token_is_part_of_the_generation(self, engine, context):
         whole = (await engine.generate(context, params(), session="a")).ids
         g = await engine.generate(context, params(stop_token_ids=(whole[2],)), session="b")
         assert g.ids == whole[: whole.index(whole[2]) + 1]
@@ -69,7 +69,7 @@ class EngineContract:
     @pytest.mark.parametrize(
         "bad", [{"n": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_k": 0}]
     )
-    async def test_meaningless_sampling_is_refused(self, engine, context, bad):
+    async def test_invalid_sampling_parameters_are_refused(self, engine, context, bad):
         with pytest.raises(ConfigError):
             await engine.generate(context, params(**bad), session="a")
 
@@ -85,7 +85,7 @@ class EngineContract:
         g = await engine.generate((context * limit)[: limit - 2], params(), session="a")
         assert len(g.ids) <= 2
 
-    async def test_the_same_question_has_the_same_answer(self, engine, context):
+    async def test_the_same_request_gives_the_same_generation(self, engine, context):
         first = await engine.generate(context, params(), session="a")
         again = await asyncio.gather(*(engine.generate(context, params(), session=f"b{i}") for i in range(5)))
         assert {(g.ids, g.log_probs) for g in again} == {(first.ids, first.log_probs)}
@@ -98,7 +98,7 @@ class EngineContract:
         await engine.release("a")
         assert (await engine.generate(context, params(), session="a")).cached_tokens == 0
 
-    async def test_release_of_a_stranger_and_twice(self, engine, context):
+    async def test_release_of_an_unknown_session_and_twice(self, engine, context):
         await engine.release("nobody")
         await engine.generate(context, params(), session="a")
         await engine.release("a")
@@ -112,7 +112,7 @@ class EngineContract:
             await a
         assert (await b).ids
 
-    async def test_abort_all_then_go_on(self, slow, context):
+    async def test_abort_all_then_continue(self, slow, context):
         tasks = [asyncio.create_task(slow.generate(context, params(LONG), session=s)) for s in "abc"]
         await asyncio.sleep(0.02)
         await slow.abort()
@@ -132,7 +132,7 @@ class EngineContract:
             await task
         assert (await slow.generate(context, params(), session="a")).ids
 
-    async def test_pause_holds_answers_back(self, engine, context):
+    async def test_pause_holds_generations_back(self, engine, context):
         expected = await engine.generate(context, params(), session="a")
         await engine.pause()
         task = asyncio.create_task(engine.generate(context, params(), session="b"))
@@ -141,7 +141,7 @@ class EngineContract:
         await engine.resume()
         assert (await asyncio.wait_for(task, 30)).ids == expected.ids
 
-    async def test_pause_in_flight_changes_no_answer(self, slow, context):
+    async def test_a_pause_in_flight_changes_no_generation(self, slow, context):
         expected = await slow.generate(context, params(LONG), session="a")
         task = asyncio.create_task(slow.generate(context, params(LONG), session="b"))
         await asyncio.sleep(0.02)

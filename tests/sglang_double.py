@@ -1,4 +1,4 @@
-"""A scripted HTTP server that speaks as much of SGLang's native API as the engine uses, and fails on command."""
+"""A scripted HTTP server with the part of SGLang's native API that the engine uses. It fails on command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[dict[str, Any]], list[int]]
 
 
 def count_up(body: dict[str, Any]) -> list[int]:
-    """As many ids as were asked for, counting on from the last one of the context."""
+    """The requested number of ids, counting up from the last id of the context."""
     last = body["input_ids"][-1]
     return [(last + i) % 100 for i in range(1, body["sampling_params"]["max_new_tokens"] + 1)]
 
@@ -29,21 +29,21 @@ class Double:
     weight_version: str = "default"
     faults: list[Any] = field(default_factory=list)
     refuse: dict[str, int] = field(default_factory=dict)
-    """paths that answer with a status instead"""
+    """paths that respond with an error status"""
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     device: str = "cuda"
     eos: tuple[int, ...] = ()
     cached: int = 1
     image_tokens: tuple[int, ...] = ()
-    """for each image of a request, how many tokens its placeholder (id 77) becomes"""
+    """number of tokens that replace the placeholder (id 77) of each image"""
     servers: tuple[str, ...] | None = None
-    """it is a router in front of these"""
+    """addresses of the servers behind it; None: it is not a router"""
     works: bool = True
-    """it generates, whatever it answers"""
+    """/health_generate succeeds"""
     memory_saver: bool = False
     asleep: set[str] = field(default_factory=set)
-    """tags of memory that was released"""
+    """tags of the released memory"""
     port: int = 0
 
     def __post_init__(self) -> None:

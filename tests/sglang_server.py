@@ -1,5 +1,5 @@
-"""A genuine SGLang server for tests: one that runs already (AGENTRL_SGLANG=http://host:port and AGENTRL_SGLANG_MODEL=folder), else one
-started on this machine from `.venv-sglang` or AGENTRL_SGLANG_PYTHON, once per test run."""
+"""A genuine SGLang server for tests: one that runs already (AGENTRL_SGLANG=http://host:port and AGENTRL_SGLANG_MODEL=folder), otherwise
+one started on this machine from `.venv-sglang` or AGENTRL_SGLANG_PYTHON, once per test run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Running]:
-    """A server that is up; its log goes into `folder`."""
+    """A running server, whose log is in `folder`."""
     address = os.environ.get("AGENTRL_SGLANG")
     if address:
         yield Running(address, Path(os.environ["AGENTRL_SGLANG_MODEL"]))
@@ -64,7 +64,7 @@ def running(folder: Path) -> Iterator[Running]:
 
 @contextlib.asynccontextmanager
 async def attached(server: Running, kind: type[SGLangEngine] = SGLangEngine) -> AsyncIterator[SGLangEngine]:
-    """An engine on the server, as new: awake, going, at its first version, with an empty cache."""
+    """An engine on the server, which is reset: awake, not paused, at its first version, with an empty cache."""
     engine = kind(server.address, model_dir=server.model, context_length=LENGTH)
     await engine.start()
     await engine.resume()

@@ -46,7 +46,7 @@ class ScriptedEngine:
     Args:
         script: texts or ids, one for each generation of a session; or a function of the request, sync or async. An exception that it raises
             becomes an EngineFailure, except for Failures: so a test can make the engine fail or abort.
-        encode: text -> ids without special tokens of its own; required if the script gives text.
+        encode: text -> ids without adding special tokens; required if the script gives text.
         decode: ids -> text; required for stop strings.
         end_id: ends a generation anywhere, and is appended to an answer that nothing else ended, as a model ends its turn. None: such a
             generation has finish reason stop and no matched stop.

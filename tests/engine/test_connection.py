@@ -1,4 +1,4 @@
-"""Our HTTP/1.1 client against servers that answer byte for byte what a test says."""
+"""The HTTP/1.1 client against servers whose responses a test gives byte by byte."""
 
 import asyncio
 import shutil
@@ -32,7 +32,7 @@ UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + BOD
 
 
 class Server:
-    """Gives each request the next of `answers`: pieces written one by one, and 'close' or 'reset' where the connection ends."""
+    """Responds to each request with the next of `answers`: pieces written one by one, and 'close' or 'reset' where the connection ends."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -90,7 +90,7 @@ def post(client, timeout_s=5.0):
 
 
 @pytest.mark.parametrize("answer", [WHOLE, CHUNKS, EXTENDED, CONTINUED])
-async def test_an_answer_cut_at_any_byte(answer):
+async def test_a_response_cut_at_any_byte(answer):
     cuts = [[answer[:i], answer[i:]] for i in range(1, len(answer))]
     async with serving(*cuts, [bytes([b]) for b in answer]) as (server, client):
         for _ in range(len(cuts) + 1):
@@ -106,7 +106,7 @@ async def test_a_body_that_ends_with_the_connection(i):
         assert server.connections == 2
 
 
-async def test_what_is_sent():
+async def test_the_bytes_of_a_request():
     async with serving([WHOLE], [WHOLE]) as (server, client):
         await post(client)
         await client.get("/health", timeout_s=5)
@@ -116,7 +116,7 @@ async def test_what_is_sent():
         assert second.startswith(b"GET /health HTTP/1.1\r\n")
 
 
-async def test_no_content_and_text_that_is_no_json():
+async def test_responses_without_content_and_without_json():
     async with serving([b"HTTP/1.1 204 No Content\r\n\r\n"], [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"]) as (
         server,
         client,
@@ -127,13 +127,13 @@ async def test_no_content_and_text_that_is_no_json():
 
 
 @pytest.mark.parametrize("line", [b"Connection: close", b"connection:CLOSE"])
-async def test_a_connection_that_the_server_will_not_keep(line):
+async def test_connection_close_ends_the_connection(line):
     async with serving([WHOLE.replace(b"OK\r\n", b"OK\r\n" + line + b"\r\n")], [WHOLE]) as (server, client):
         assert await post(client) == await post(client) == VALUE
         assert server.connections == 2
 
 
-async def test_old_http_keeps_the_connection_only_if_it_says_so():
+async def test_http_1_0_keeps_the_connection_only_if_requested():
     old = WHOLE.replace(b"HTTP/1.1", b"HTTP/1.0")
     kept = old.replace(b"OK\r\n", b"OK\r\nConnection: keep-alive\r\n")
     async with serving([kept], [old], [WHOLE]) as (server, client):
@@ -142,7 +142,7 @@ async def test_old_http_keeps_the_connection_only_if_it_says_so():
         assert server.connections == 2
 
 
-async def test_a_kept_connection_that_the_server_closed_is_asked_once_more():
+async def test_a_stale_kept_connection_is_replaced_once():
     async with serving([WHOLE], ["reset"], [WHOLE], ["reset"], ["reset"]) as (server, client):
         assert await post(client) == await post(client) == VALUE
         assert server.connections == 2
@@ -151,7 +151,7 @@ async def test_a_kept_connection_that_the_server_closed_is_asked_once_more():
         assert (server.connections, len(server.requests)) == (3, 5), "once, not twice"
 
 
-async def test_closed_while_it_was_idle():
+async def test_a_connection_closed_while_idle_is_not_used():
     async with serving([WHOLE, "close"], [WHOLE]) as (server, client):
         assert await post(client) == VALUE
         await asyncio.sleep(0.05)
@@ -170,7 +170,7 @@ HALVES = [
 
 
 @pytest.mark.parametrize("half", HALVES)
-async def test_half_an_answer_and_a_reset_is_lost_and_not_asked_again(half):
+async def test_half_a_response_and_a_reset_is_lost_and_not_sent_again(half):
     async with serving([WHOLE], [half, "reset"], [WHOLE]) as (server, client):
         assert await post(client) == VALUE
         with pytest.raises(EngineFailure) as e:
@@ -181,7 +181,7 @@ async def test_half_an_answer_and_a_reset_is_lost_and_not_asked_again(half):
 
 
 @pytest.mark.parametrize("half", [WHOLE[:-1], CHUNKS[:-2], WHOLE[:30]])
-async def test_half_an_answer_and_an_end(half):
+async def test_half_a_response_and_an_end_is_lost(half):
     async with serving([half, "close"]) as (_, client):
         with pytest.raises(EngineFailure) as e:
             await asyncio.wait_for(post(client), 5)
@@ -207,7 +207,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
-async def test_nonsense_is_refused_at_once(nonsense):
+async def test_responses_that_are_not_http_fail_at_once(nonsense):
     async with serving([nonsense, "hold"], [WHOLE]) as (server, client):
         with pytest.raises(EngineFailure, match="is not HTTP") as e:
             await asyncio.wait_for(post(client), 5)
@@ -216,7 +216,7 @@ async def test_nonsense_is_refused_at_once(nonsense):
         assert server.connections == 2, "the connection is not used again"
 
 
-async def test_an_answer_that_nobody_asked_for_spoils_the_connection():
+async def test_an_unrequested_response_makes_the_connection_unusable():
     async with serving([WHOLE + WHOLE], [WHOLE]) as (server, client):
         assert await post(client) == await post(client) == VALUE
         assert server.connections == 2
@@ -229,7 +229,7 @@ class Wire(asyncio.Transport):
     def write(self, data): ...
 
 
-async def test_a_head_that_nobody_asked_for_spoils_the_connection_too():
+async def test_an_unrequested_head_makes_the_connection_unusable():
     connection = Connection()
     connection.connection_made(Wire())
     asked = asyncio.create_task(connection.request(b"x", 5.0))
@@ -240,7 +240,7 @@ async def test_a_head_that_nobody_asked_for_spoils_the_connection_too():
     assert not connection.usable
 
 
-async def test_a_cancel_that_comes_with_the_answer_leaves_no_connection_behind(monkeypatch):
+async def test_a_cancel_together_with_the_response_leaks_no_connection(monkeypatch):
     async with serving([WHOLE], [WHOLE]) as (server, client):
         complete = Connection._complete
 
@@ -257,8 +257,8 @@ async def test_a_cancel_that_comes_with_the_answer_leaves_no_connection_behind(m
         assert (server.connections, len(client._idle), len(client._busy)) == (2, 1, 0)
 
 
-async def test_lost_long_after_it_was_sent_it_is_not_asked_again(monkeypatch):
-    """A server that works on it (SGLang sends nothing until it is done) may have it still."""
+async def test_a_request_lost_late_is_not_sent_again(monkeypatch):
+    """The server may still process it: SGLang sends nothing until a generation is complete."""
     monkeypatch.setattr("agentrl.engine.sglang.http.STALE_WITHIN_S", 0.05)
     async with serving([WHOLE], ["wait", "close"], [WHOLE]) as (server, client):
         await post(client)
@@ -268,7 +268,7 @@ async def test_lost_long_after_it_was_sent_it_is_not_asked_again(monkeypatch):
         assert len(server.requests) == 2
 
 
-async def test_what_was_under_way_when_the_client_closed_is_not_asked_again():
+async def test_a_request_in_flight_at_close_is_not_sent_again():
     async with serving([WHOLE], ["hold"], [WHOLE]) as (server, client):
         await post(client)
         task = asyncio.create_task(post(client))
@@ -280,7 +280,7 @@ async def test_what_was_under_way_when_the_client_closed_is_not_asked_again():
         assert len(server.requests) == 2
 
 
-async def test_no_answer_in_time():
+async def test_a_response_that_takes_too_long():
     async with serving([WHOLE[:-1], "hold"], [WHOLE]) as (server, client):
         with pytest.raises(EngineFailure) as e:
             await post(client, timeout_s=0.1)
@@ -289,7 +289,7 @@ async def test_no_answer_in_time():
         assert server.connections == 2
 
 
-async def test_a_cancelled_question_closes_its_connection():
+async def test_a_cancelled_request_closes_its_connection():
     async with serving(["hold"], [WHOLE]) as (server, client):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(post(client), 0.1)
@@ -297,14 +297,14 @@ async def test_a_cancelled_question_closes_its_connection():
         assert server.connections == 2
 
 
-async def test_many_at_once_and_then_the_same_connections():
+async def test_concurrent_requests_reuse_their_connections():
     async with serving(*[[WHOLE]] * 40) as (server, client):
         for _ in range(2):
             assert await asyncio.gather(*(post(client) for _ in range(20))) == [VALUE] * 20
         assert server.connections == 20
 
 
-async def test_idle_connections_are_closed_by_us(monkeypatch):
+async def test_idle_connections_are_closed(monkeypatch):
     monkeypatch.setattr("agentrl.engine.sglang.http.KEEP_ALIVE_S", 0.05)
     async with serving([WHOLE], [WHOLE]) as (server, client):
         await post(client)
@@ -323,7 +323,7 @@ async def test_a_password_in_the_address():
         assert b"Authorization: Basic YW5uOnBAc3M=\r\n" in server.requests[0]
 
 
-async def test_nobody_listens():
+async def test_an_address_where_no_server_listens():
     async with serving() as (_, client):
         pass
     with pytest.raises(EngineFailure) as e:
@@ -332,7 +332,7 @@ async def test_nobody_listens():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ftp://x:1", "http://"])
-def test_what_is_no_address(address):
+def test_invalid_addresses(address):
     with pytest.raises(ValueError, match="is not the address of a server"):
         HttpClient(address)
 
@@ -375,7 +375,7 @@ async def test_https(certificate, monkeypatch):
         assert server.connections == 2
 
 
-async def test_https_of_somebody_unknown_is_refused(certificate):
+async def test_https_with_an_unknown_certificate_is_refused(certificate):
     async with serving([WHOLE], tls=certificate[0]) as (server, client):
         with pytest.raises(EngineFailure, match="certificate verify failed") as e:
             await post(client)

@@ -1,4 +1,4 @@
-"""The contract of engines over the scripted and the local engine, and what is promised of these two alone."""
+"""The engine contract over the scripted and the local engine, and the properties of these two."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from agentrl.types import FinishReason
 
 
 def decode(ids) -> str:
-    """Three letters a token, so that stop strings begin and end inside tokens; any ids have a text."""
+    """Three letters per token, so that stop strings begin and end inside tokens. All ids have a text."""
     return "".join(f"{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}." for i in ids)
 
 
@@ -36,7 +36,7 @@ class TestScripted(EngineContract):
     def slow(self):
         return ScriptedEngine(random_policy(range(100), mean_length=10**9), context_length=400, delay_s=0.5)
 
-    async def test_texts_in_turn_and_what_it_was_asked(self):
+    async def test_texts_in_order_and_recorded_requests(self):
         engine = ScriptedEngine(["ab", [7, 7]], encode=encode, end_id=2)
         g = await engine.generate([1], SamplingParams(9), session="a")
         assert g.ids == (*encode("ab"), 2)
@@ -47,11 +47,11 @@ class TestScripted(EngineContract):
             await engine.generate([1], SamplingParams(9), session="a")
         assert [(a.session, a.number, a.ids) for a in engine.requests[:2]] == [("a", 0, (1,)), ("a", 1, (1, 5))]
 
-    async def test_length_cuts_an_answer(self):
+    async def test_length_cuts_a_generation(self):
         g = await ScriptedEngine([[7, 8, 9]]).generate([1], SamplingParams(2), session="a")
         assert (g.ids, g.finish_reason) == ((7, 8), FinishReason.LENGTH)
 
-    async def test_an_answer_that_runs_out_stops(self):
+    async def test_an_answer_without_an_end_stops(self):
         g = await ScriptedEngine([[7, 8]]).generate([1], SamplingParams(9), session="a")
         assert (g.ids, g.finish_reason, g.matched_stop) == ((7, 8), FinishReason.STOP, None)
 
@@ -72,7 +72,7 @@ class TestScripted(EngineContract):
         g = await ScriptedEngine([[7]], demonstration=True).generate([1], SamplingParams(2), session="a")
         assert g.demonstration
 
-    async def test_random_policy_depends_on_the_seed_alone(self):
+    async def test_random_policy_depends_on_the_seed_only(self):
         engine = ScriptedEngine(random_policy(range(50), end_id=2))
         a = await engine.generate([1, 2, 3], SamplingParams(40, seed=1), session="a")
         b = await engine.generate([9], SamplingParams(40, seed=1), session="b")
@@ -91,14 +91,14 @@ class TestStopFinder:
         finder = StopFinder(stop, decode)
         return next(((n, s) for n in range(1, len(ids) + 1) if (s := finder.find(ids[:n])) is not None), None)
 
-    def test_begins_and_ends_inside_tokens(self):
+    def test_a_stop_string_that_begins_and_ends_inside_tokens(self):
         assert decode([1, 2, 3]) == "ba.ca.da."
         assert self.find([1, 2, 3, 4], ".ca.d") == (3, ".ca.d")
 
-    def test_the_one_that_ends_first_wins_and_of_those_the_longest(self):
+    def test_the_stop_string_that_ends_first_wins_and_of_several_the_longest(self):
         assert self.find([1, 2, 3], "ca.", "a.c", "ba.c") == (2, "ba.c")
 
-    def test_found_after_the_window_moved(self):
+    def test_a_stop_string_after_the_window_moved(self):
         ids = [5] * 500 + [1, 2, 3]
         assert self.find(ids, "ba.ca.da.") == (503, "ba.ca.da.")
 
@@ -220,7 +220,7 @@ class TestLocalNumbers:
 
     @staticmethod
     async def run(engine, tag: str, at_once: int, n: int = 64):
-        """Two turns of `n` sessions with contexts of many lengths, so many at once."""
+        """Two turns of `n` sessions with contexts of many lengths, with limited concurrency."""
         gate = asyncio.Semaphore(at_once)
 
         async def one(i: int):
@@ -236,7 +236,7 @@ class TestLocalNumbers:
         return await asyncio.gather(*(one(i) for i in range(n)))
 
     @pytest.mark.parametrize("kind", KINDS)
-    async def test_no_bit_depends_on_load_and_log_probs_are_those_of_a_full_forward(self, models, kind):
+    async def test_results_are_bit_exact_at_any_load_and_equal_a_full_forward(self, models, kind):
         engine = await local(models[kind])
         n = 64 if kind == "qwen3" else 16
         all_at_once = await self.run(engine, "a", n, n)
@@ -267,7 +267,7 @@ class TestLocalNumbers:
             expected, _ = full_log_probs(folder, context, g.ids, 0.7)
             assert max(abs(a - b) for a, b in zip(expected.tolist(), g.log_probs, strict=True)) < 1e-4
 
-    async def test_want_of_slots_changes_no_bit(self, models):
+    async def test_preemption_changes_no_bit(self, models):
         roomy, narrow = await local(models["qwen3"]), await local(models["qwen3"], max_running=3)
         expected = await self.run(roomy, "a", 20, 20)
         found = await self.run(narrow, "a", 20, 20)
@@ -328,7 +328,7 @@ class TestLocalSessions:
         yield engine
         await engine.close()
 
-    async def test_a_changed_prefix_is_computed_anew(self, engine, models):
+    async def test_a_changed_prefix_is_computed_again(self, engine, models):
         context = list(range(3, 90))
         await engine.generate(context, params(), session="a")
         changed = [*context[:50], 7, 7, *context[52:], *context]
@@ -374,7 +374,7 @@ class TestLocalSessions:
             await task
         assert engine._scheduler.pool.used == 0
 
-    async def test_abort_and_again_to_the_same_bits(self, engine):
+    async def test_a_generation_after_an_abort_is_bit_exact(self, engine):
         expected = await engine.generate(list(range(120)), params(LONG), session="a")
         task = asyncio.create_task(engine.generate(list(range(120)), params(LONG), session="b"))
         await asyncio.sleep(0.03)
@@ -404,7 +404,7 @@ class TestLocalWeights:
         yield engine
         await engine.close()
 
-    async def test_new_weights_change_answers(self, engine, others):
+    async def test_new_weights_change_generations(self, engine, others):
         old = await engine.generate([5, 6], params(), session="a")
         await engine.update_weights(manifest_of(others), 1)
         new = await engine.generate([5, 6], params(), session="a")
@@ -424,7 +424,7 @@ class TestLocalWeights:
         with pytest.raises(EngineAbort, match="weights"):
             await task
 
-    async def test_a_request_without_tokens_starts_over(self, engine, others):
+    async def test_a_request_without_tokens_starts_again(self, engine, others):
         await engine.pause()
         task = asyncio.create_task(engine.generate([5, 6], params(), session="a"))
         await asyncio.sleep(0.01)
@@ -468,7 +468,7 @@ class TestLocalWeights:
 
 
 class TestLocalFaults:
-    async def test_a_fault_in_the_thread_fails_everybody(self, models):
+    async def test_a_fault_in_the_thread_fails_all_requests(self, models):
         engine = await local(models["qwen3"])
 
         def broken(*args):
@@ -488,7 +488,7 @@ class TestLocalFaults:
         with pytest.raises(EngineFailure, match="could be loaded"):
             await local(tmp_path)
 
-    async def test_logits_that_are_not_numbers(self, tmp_path, models):
+    async def test_logits_that_are_not_finite(self, tmp_path, models):
         from safetensors.torch import load_file, save_file
 
         tensors = load_file(models["qwen3"] / "model.safetensors")

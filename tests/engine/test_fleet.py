@@ -1,4 +1,4 @@
-"""Servers that hang, come back, hold an earlier run's weights, or have their memory taken in turns; over scripted servers."""
+"""Scripted servers that hang, come back, have weights of an earlier run, or share GPUs with the trainer."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def ask(fleet, session="a"):
 # -- hanging -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_hangs_is_found_out_and_its_requests_fail(fleet, doubles, monkeypatch):
+async def test_a_server_that_hangs_is_detected_and_its_requests_fail(fleet, doubles, monkeypatch):
     monkeypatch.setattr(fleet_module, "SILENT_S", 0.3)
     for d in doubles:
         d.delay_s, d.works = 1e6, False
@@ -78,7 +78,7 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_fail(fleet, dou
     assert fleet.causes == {"engine: hangs": 1}
 
 
-async def test_a_long_generation_is_no_hanging(fleet, doubles, monkeypatch):
+async def test_a_long_generation_does_not_count_as_hanging(fleet, doubles, monkeypatch):
     monkeypatch.setattr(fleet_module, "SILENT_S", 0.1)
     for d in doubles:
         d.delay_s = 1.5
@@ -87,7 +87,7 @@ async def test_a_long_generation_is_no_hanging(fleet, doubles, monkeypatch):
     assert 1 < sum(d.calls.count("/health_generate") for d in doubles) < 15
 
 
-async def test_an_idle_server_and_a_paused_one_are_asked_nothing(fleet, doubles, monkeypatch):
+async def test_idle_and_paused_servers_are_not_probed(fleet, doubles, monkeypatch):
     monkeypatch.setattr(fleet_module, "SILENT_S", 0.1)
     await ask(fleet)
     await fleet.pause()
@@ -98,7 +98,7 @@ async def test_an_idle_server_and_a_paused_one_are_asked_nothing(fleet, doubles,
     assert not any("/health_generate" in d.calls for d in doubles)
 
 
-async def test_a_server_that_gives_up_without_being_asked_is_not_asked_for_ever(doubles):
+async def test_a_request_that_the_server_aborts_is_not_sent_forever(doubles):
     engine = SGLangEngine(doubles[0].address)
     await engine.start()
     doubles[0].delay_s = 1e6
@@ -112,7 +112,7 @@ async def test_a_server_that_gives_up_without_being_asked_is_not_asked_for_ever(
     await engine.close()
 
 
-async def test_a_lost_connection_is_no_lost_server(fleet, doubles):
+async def test_a_lost_connection_does_not_take_the_server_out(fleet, doubles):
     for fault in ("close", "reset"):
         for d in doubles:
             d.faults = [fault, fault]
@@ -129,7 +129,7 @@ async def test_a_lost_connection_is_no_lost_server(fleet, doubles):
     assert fleet.causes == {"engine: connection lost": 1}
 
 
-async def test_a_proof_that_makes_no_sense_is_a_failure_and_is_asked_for_again(doubles):
+async def test_an_invalid_response_to_the_probe_is_a_failure_and_the_probe_is_repeated(doubles):
     fleet = fleet_at(doubles[0])
     await fleet.start()
     answered = doubles[0].generate
@@ -148,7 +148,7 @@ async def test_a_proof_that_makes_no_sense_is_a_failure_and_is_asked_for_again(d
 # -- coming back ---------------------------------------------------------------------------------------------------------
 
 
-async def test_killed_while_generations_wait_for_an_update_none_of_them_fails(tmp_path, manifest):
+async def test_generations_that_wait_for_an_update_survive_a_killed_server(tmp_path, manifest):
     port = free_port()
     code = SERVER.format(tests=str(Path(__file__).parents[1]), port=port)
     address = f"http://127.0.0.1:{port}"
@@ -170,7 +170,7 @@ async def test_killed_while_generations_wait_for_an_update_none_of_them_fails(tm
         await fleet.close()
 
 
-async def test_amid_an_update_no_request_reaches_a_server_that_somebody_suspects(fleet, doubles):
+async def test_during_an_update_no_request_reaches_a_suspected_server(fleet, doubles):
     seen = []
 
     async def send(engines):
@@ -191,7 +191,7 @@ async def test_amid_an_update_no_request_reaches_a_server_that_somebody_suspects
     assert seen == [True]
 
 
-async def test_weights_that_turn_out_wrong_on_an_engine_that_came_back_are_not_used(fleet, doubles, manifest):
+async def test_wrong_weights_after_a_recovery_are_not_used(fleet, doubles, manifest):
     tried = []
 
     async def recovery(engine):
@@ -232,7 +232,7 @@ async def test_servers_of_an_earlier_run_keep_their_version(doubles):
     await fleet.close()
 
 
-async def test_servers_of_different_versions_do_not_play_together(doubles, manifest):
+async def test_servers_of_different_versions_are_not_used_together(doubles, manifest):
     doubles[0].weight_version, doubles[1].weight_version = "7", "6"
     fleet = fleet_at(*doubles)
     await fleet.start()
@@ -258,7 +258,7 @@ def test_weights_go_through_memory_only_if_they_fit(monkeypatch):
 
 
 class Trainer:
-    """On the card or not; says where it was when it was asked for something, and who else was awake."""
+    """A trainer that notes what it was called for and which memory of the servers was released."""
 
     def __init__(self, doubles, manifest):
         self.doubles, self.manifest, self.on = doubles, manifest, True
@@ -309,7 +309,7 @@ ALL = ["cuda_graph", "kv_cache", "weights"]
 KEPT = ["cuda_graph", "kv_cache"]
 
 
-async def test_in_turns_the_card_is_one_sides(turns, doubles):
+async def test_shared_gpu_belongs_to_one_side_at_a_time(turns, doubles):
     fleet, sync, trainer = turns
     await sync.yield_gpu(trainer)
     assert trainer.on
@@ -326,7 +326,7 @@ async def test_in_turns_the_card_is_one_sides(turns, doubles):
     assert (await ask(fleet)).policy_version == 1
 
 
-async def test_in_turns_a_recovery_has_the_card_to_itself_and_lending_waits_for_it(turns, doubles):
+async def test_shared_gpu_is_yielded_after_a_recovery(turns, doubles):
     fleet, sync, trainer = turns
     doubles[0].weight_version = "9"
     with pytest.raises(EngineFailure, match="restarted"):
@@ -343,7 +343,7 @@ async def test_in_turns_a_recovery_has_the_card_to_itself_and_lending_waits_for_
     assert (await ask(fleet)).policy_version == 1
 
 
-async def test_in_turns_nobody_recovers_while_others_play(doubles, turns, manifest):
+async def test_shared_gpu_allows_no_recovery_while_other_servers_generate(doubles, turns, manifest):
     *_, trainer = turns
     fleet = fleet_at(*doubles)
     await fleet.start()

@@ -1,4 +1,4 @@
-"""The engine contract over a genuine SGLang server, and what only it can show. See sglang_server.py for where it runs."""
+"""The engine contract over a genuine SGLang server, and tests that need one. See sglang_server.py for where it runs."""
 
 import asyncio
 import shutil
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Greedy(SGLangEngine):
-    """SGLang promises no answer by seed; at temperature 0 it gives the same one, up to rounding."""
+    """SGLang's generations do not follow from the seed; at temperature 0 they are the same up to rounding."""
 
     async def generate(self, ids, sampling, *, session, images=()):
         return (
@@ -41,7 +41,7 @@ class Greedy(SGLangEngine):
 
 
 def rounding(engine: SGLangEngine) -> float:
-    """How far apart two answers of the same weights may be, in nat: fp32 on a CPU, bf16 on a GPU."""
+    """Tolerance in nats between log-probs of the same weights: fp32 on a CPU, bf16 on a GPU."""
     return 1e-4 if engine.api.facts.device == "cpu" else 0.05
 
 
@@ -71,7 +71,7 @@ class TestSGLang(EngineContract):
     def manifest(self, server: Running):
         return WeightsManifest(server.model, fingerprint(server.model))
 
-    async def test_the_same_question_has_the_same_answer(self, engine, context):
+    async def test_the_same_request_gives_the_same_generation(self, engine, context):
         first = await engine.generate(context, params(), session="a")
         for g in await asyncio.gather(*(engine.generate(context, params(), session=f"b{i}") for i in range(5))):
             assert len(g.ids) == len(first.ids)
@@ -93,7 +93,7 @@ class TestSGLang(EngineContract):
         assert len(context) <= second.cached_tokens < len(context) + 6 + 3
 
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
-    async def test_pause_in_flight_changes_no_answer(self, slow, context, mode):
+    async def test_a_pause_in_flight_changes_no_generation(self, slow, context, mode):
         task = asyncio.create_task(slow.generate(context, params(LONG), session="b"))
         await asyncio.sleep(0.1)
         await slow.pause(mode)
@@ -104,7 +104,7 @@ class TestSGLang(EngineContract):
         assert len(got.ids) == LONG
         assert got.policy_version == 0
 
-    async def test_a_pause_that_aborts_ends_what_is_in_flight(self, slow, context):
+    async def test_a_pause_that_aborts_ends_requests_in_flight(self, slow, context):
         task = asyncio.create_task(slow.generate(context, params(LONG), session="b"))
         await asyncio.sleep(0.3)
         await slow.pause("abort")
@@ -137,7 +137,7 @@ class TestSGLang(EngineContract):
                 assert len(answer.ids) == LONG
         assert (await engine.generate(context, params(), session="z")).policy_version == 5
 
-    async def test_it_scores_what_it_samples(self, engine, context):
+    async def test_scores_equal_the_sampled_log_probs(self, engine, context):
         g = await engine.generate(context, params(16, temperature=0.99), session="a")
         scores = await engine.api.score([*context, *g.ids])
         assert len(scores) == len(context) + 15

@@ -1,4 +1,4 @@
-"""Whole rollouts while servers fail: the run goes on, nothing is lost or counted twice, and the table of causes says what happened."""
+"""Rollouts while servers fail: the run continues, nothing is lost or counted twice, and the table of causes reports the failures."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ async def double(hermes):
     await server.stop()
 
 
-async def test_a_connection_reset_in_an_answer(hermes, double):
+async def test_a_connection_reset_during_a_response(hermes, double):
     fleet = await fleet_of(Member(SGLangEngine(double.address, timeout_s=5)))
     asyncio.get_running_loop().call_later(0.05, double.faults.append, "reset")
     _, table = await run(hermes, fleet)

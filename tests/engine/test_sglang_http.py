@@ -1,4 +1,4 @@
-"""The SGLang client and the fleet against a scripted HTTP server: what needs no SGLang."""
+"""The SGLang engine and the fleet against a scripted HTTP server."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def manifest(tmp_path):
     return weights(tmp_path / "w")
 
 
-async def test_what_is_asked_and_what_is_read(engine, double):
+async def test_the_request_and_the_generation(engine, double):
     sampling = SamplingParams(5, temperature=0.7, top_p=0.9, stop=("</search>",), stop_token_ids=(3,), ignore_eos=True)
     g = await engine.generate([1, 2], sampling, session="a")
     assert (g.ids, g.log_probs, g.finish_reason) == ((3, 4, 5, 6, 7), (-0.5,) * 5, FinishReason.LENGTH)
@@ -63,7 +63,7 @@ async def test_what_is_asked_and_what_is_read(engine, double):
     assert "sampling_seed" not in asked
 
 
-async def test_images_go_beside_the_ids_one_placeholder_each(double, engine):
+async def test_images_are_sent_beside_the_ids_with_one_placeholder_each(double, engine):
     images = [as_image({"image": Pil.new("RGB", (9, n), "red")}) for n in (4, 5)]
     ids = [1, 77, 77, 77, 2, 77, 77, 3]
     placed = [PlacedImage(images[0], 1, 3), PlacedImage(images[1], 5, 2)]
@@ -82,12 +82,12 @@ async def test_images_go_beside_the_ids_one_placeholder_each(double, engine):
     assert "image_data" not in double.bodies[-1]
 
 
-async def test_room_is_what_the_context_leaves(engine, double):
+async def test_max_new_tokens_is_what_the_context_leaves(engine, double):
     await engine.generate([1] * 250, SamplingParams(100), session="a")
     assert double.bodies[0]["sampling_params"]["max_new_tokens"] == 6
 
 
-async def test_a_kept_connection_that_was_closed_is_asked_again_once(engine, double):
+async def test_a_request_on_a_stale_connection_is_sent_again_once(engine, double):
     await engine.generate([1], FIVE, session="a")
     double.faults = ["close"]
     assert (await engine.generate([1], FIVE, session="a")).ids
@@ -98,7 +98,7 @@ async def test_a_kept_connection_that_was_closed_is_asked_again_once(engine, dou
 
 
 @pytest.mark.parametrize(("given", "model", "least"), [(None, 512, 256), (None, 128, 128), (64, 128, 64)])
-async def test_the_context_length_is_the_least_that_is_known(double, tmp_path, given, model, least):
+async def test_the_context_length_is_the_smallest_known(double, tmp_path, given, model, least):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": model}))
     engine = SGLangEngine(double.address, model_dir=tmp_path, context_length=given)
     await engine.start()
@@ -108,7 +108,7 @@ async def test_the_context_length_is_the_least_that_is_known(double, tmp_path, g
     await engine.close()
 
 
-async def test_a_fresh_connection_is_not_asked_again(double):
+async def test_a_request_on_a_new_connection_is_not_sent_again(double):
     double.faults = ["close"]
     engine = SGLangEngine(double.address)
     engine.api._facts = facts(memory_saver=False)
@@ -118,7 +118,7 @@ async def test_a_fresh_connection_is_not_asked_again(double):
     await engine.close()
 
 
-async def test_a_reset_in_the_answer_is_not_asked_again(engine, double):
+async def test_a_request_reset_during_the_response_is_not_sent_again(engine, double):
     await engine.generate([1], FIVE, session="a")
     double.faults = ["reset"]
     with pytest.raises(EngineFailure) as e:
@@ -128,7 +128,7 @@ async def test_a_reset_in_the_answer_is_not_asked_again(engine, double):
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
-async def test_statuses_are_failures_and_never_asked_again(engine, double, status):
+async def test_error_statuses_are_failures_and_never_sent_again(engine, double, status):
     double.faults = [status]
     with pytest.raises(EngineFailure, match="by the script") as e:
         await engine.generate([1], FIVE, session="a")
@@ -152,14 +152,14 @@ async def test_ids_and_log_probs_must_belong_together(engine, double, monkeypatc
         await engine.generate([1], FIVE, session="a")
 
 
-async def test_an_answer_of_other_weights_is_a_failure(engine, double):
+async def test_a_response_of_other_weights_is_a_failure(engine, double):
     double.weight_version = "4"
     with pytest.raises(EngineFailure, match="restarted") as e:
         await engine.generate([1], FIVE, session="a")
     assert e.value.cause == "engine: old weights"
 
 
-async def test_paused_engines_are_asked_nothing(engine, double):
+async def test_paused_engines_receive_no_requests(engine, double):
     await engine.pause()
     task = asyncio.create_task(engine.generate([1], FIVE, session="a"))
     await asyncio.sleep(0.05)
@@ -168,7 +168,7 @@ async def test_paused_engines_are_asked_nothing(engine, double):
     assert (await task).ids
 
 
-async def test_requests_without_tokens_start_over_with_new_weights(engine, double, manifest):
+async def test_requests_without_tokens_start_again_with_new_weights(engine, double, manifest):
     double.delay_s = 60
     task = asyncio.create_task(engine.generate([1], FIVE, session="a"))
     await until(lambda: double.bodies)
@@ -179,7 +179,7 @@ async def test_requests_without_tokens_start_over_with_new_weights(engine, doubl
     assert len(double.bodies) == 2
 
 
-async def test_abort_is_at_once(engine, double):
+async def test_abort_takes_effect_at_once(engine, double):
     double.delay_s = 60
     tasks = [asyncio.create_task(engine.generate([1], FIVE, session=s)) for s in "ab"]
     await until(lambda: len(double.bodies) == 2)
@@ -253,7 +253,7 @@ async def test_sessions_stick_and_spread(fleet, doubles):
     assert not any(m.sessions for m in fleet.members)
 
 
-async def test_503_for_a_while_loses_one_answer_and_then_waits(doubles):
+async def test_503_for_a_while_fails_one_request_and_then_waits(doubles):
     fleet = Fleet([Member(SGLangEngine(doubles[0].address, timeout_s=5))], patience_s=10, start_timeout_s=10)
     await fleet.start()
     doubles[0].refuse = dict.fromkeys(["/generate", "/model_info", "/server_info"], 503)
@@ -269,7 +269,7 @@ async def test_503_for_a_while_loses_one_answer_and_then_waits(doubles):
     await fleet.close()
 
 
-async def test_a_4xx_takes_nobody_down(fleet, doubles):
+async def test_a_4xx_takes_no_server_out(fleet, doubles):
     doubles[0].faults = [400]
     doubles[1].faults = [400]
     for s in "ab":
@@ -278,7 +278,7 @@ async def test_a_4xx_takes_nobody_down(fleet, doubles):
     assert [m.state for m in fleet.members] == ["ready", "ready"]
 
 
-async def test_a_server_that_came_back_with_old_weights_is_given_new_ones(fleet, doubles, manifest):
+async def test_a_server_that_came_back_with_old_weights_receives_the_current_ones(fleet, doubles, manifest):
     await fleet.update_weights(manifest, 2)
 
     async def recovery(engine):
@@ -296,7 +296,7 @@ async def test_a_server_that_came_back_with_old_weights_is_given_new_ones(fleet,
     assert {(await ask(fleet, s)).policy_version for s in "abcd"} == {2}
 
 
-async def test_a_server_that_fails_an_update_is_discarded_and_the_others_go_on(fleet, doubles, manifest):
+async def test_a_server_that_fails_an_update_is_discarded_and_the_others_continue(fleet, doubles, manifest):
     doubles[0].refuse = {"/update_weights_from_disk": 500}
     await fleet.update_weights(manifest, 1)
     assert fleet.members[0].state == "down"
@@ -305,7 +305,7 @@ async def test_a_server_that_fails_an_update_is_discarded_and_the_others_go_on(f
     assert fleet.causes == {"engine: HTTP 500": 1}
 
 
-async def test_an_update_that_nobody_takes_is_an_error_and_ends(fleet, doubles, manifest):
+async def test_an_update_that_no_server_accepts_is_an_error_and_ends(fleet, doubles, manifest):
     for d in doubles:
         d.refuse = {"/update_weights_from_disk": 500}
     async with asyncio.timeout(20):
@@ -332,8 +332,8 @@ async def test_pause_and_resume_are_idempotent(fleet):
     assert (await task).ids
 
 
-async def test_an_end_token_that_is_ignored_while_others_count(engine, double):
-    """SGLang ignores all stop tokens together, so it is asked to continue after the model's own."""
+async def test_an_ignored_end_token_while_others_apply(engine, double):
+    """SGLang ignores either all stop tokens or none, so a request is continued after the model's end token."""
 
     def stop_at_50_and_60(body):
         ids = []
@@ -389,7 +389,7 @@ async def test_memory_is_released_and_resumed_by_tags(double, monkeypatch):
 
 
 def until_stopped(body):
-    """As `count_up`, ended by the stop tokens that were asked for."""
+    """The ids of `count_up` up to the first requested stop token."""
     stops = body["sampling_params"].get("stop_token_ids", ())
     ids = count_up(body)
     at = next((n for n, i in enumerate(ids) if i in stops), None)

@@ -1,4 +1,4 @@
-"""Servers as processes: started, watched, stopped with all they started, and started again. They are scripted ones."""
+"""Scripted servers as processes: started, watched, stopped with their child processes, and restarted."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ async def test_a_server_that_dies_while_starting_fails_at_once_with_its_log(tmp_
     await server.stop()
 
 
-async def test_stop_ends_the_whole_tree(tmp_path):
+async def test_stop_ends_the_whole_process_tree(tmp_path):
     child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
     server = process(tmp_path, 1, child)
     server.start()
@@ -83,7 +83,7 @@ async def stubborn(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-async def test_a_stop_that_was_cancelled_can_be_asked_for_again(stubborn):
+async def test_a_cancelled_stop_can_be_repeated(stubborn):
     pid = stubborn.process.pid
     stop = asyncio.create_task(stubborn.stop())
     await asyncio.sleep(0.1)
@@ -95,7 +95,7 @@ async def test_a_stop_that_was_cancelled_can_be_asked_for_again(stubborn):
     assert not stubborn.alive
 
 
-async def test_a_server_that_the_kernel_keeps_is_a_failure_that_names_it(stubborn, monkeypatch):
+async def test_a_server_that_does_not_end_is_a_failure_that_names_it(stubborn, monkeypatch):
     def never(timeout):
         raise subprocess.TimeoutExpired("server", timeout)
 
@@ -115,7 +115,7 @@ async def alone(tmp_path):
     await fleet.close()
 
 
-async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_count(alone, manifest):
+async def test_a_server_killed_during_a_turn_is_restarted_with_the_current_weights(alone, manifest):
     fleet, server = alone
     await fleet.update_weights(manifest, 7)
 
@@ -134,7 +134,7 @@ async def test_killed_during_a_turn_it_is_started_again_with_the_weights_that_co
     assert sum(fleet.causes.values()) == 1
 
 
-async def test_killed_while_paused_the_next_update_waits_for_it(alone, manifest):
+async def test_an_update_waits_for_a_server_killed_while_paused(alone, manifest):
     fleet, server = alone
     await fleet.pause()
     os.kill(server.process.pid, signal.SIGKILL)

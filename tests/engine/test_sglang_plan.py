@@ -1,4 +1,4 @@
-"""What is said before a server is started: flags, versions, ports, cards, memory; and what settings make of a machine."""
+"""Checks before a server starts: flags, versions, ports, GPUs, memory; and the plan that follows from settings."""
 
 import asyncio
 import os
@@ -70,7 +70,7 @@ def test_flags_are_checked_by_name(installation):
         "config": r"table \[sglang\]",
     }.items(),
 )
-def test_flags_that_contradict_what_agentrl_does(installation, flag, why):
+def test_flags_that_contradict_agentrl(installation, flag, why):
     with pytest.raises(ConfigError, match=f"--sglang-{flag.replace('_', '-')} is not accepted: .*{why}"):
         check_flags({flag: "x"}, installation)
 
@@ -125,7 +125,7 @@ async def test_a_router_stands_for_its_servers(double, plan):
         await planned()
 
 
-def test_a_free_port_is_none_that_the_kernel_gives_to_others(monkeypatch, tmp_path):
+def test_free_ports_are_outside_the_ephemeral_range(monkeypatch, tmp_path):
     given = tmp_path / "range"
     monkeypatch.setattr("agentrl.core.ports.EPHEMERAL_RANGE", given)
     assert 10_000 <= free_port() < 32768
@@ -151,7 +151,7 @@ def test_a_version_that_is_too_old(installation, version):
         check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128), replace(installation, version=version))
 
 
-def test_the_oldest_version_is_the_one_that_is_asked_for():
+def test_the_oldest_version_is_that_of_the_dependency():
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -173,7 +173,7 @@ async def test_an_untested_version_warns_once_before_it_is_started(installation,
 
 
 @pytest.mark.parametrize("port", ["abc", 70000, 0, -1, True, 30000.5])
-def test_a_port_that_is_none(installation, port):
+def test_an_invalid_port(installation, port):
     with pytest.raises(ConfigError, match=f"--sglang-port .*from 1 to 65535, found {port!r}"):
         check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"port": port}), installation)
 
@@ -186,7 +186,7 @@ def test_every_engine_needs_a_port(installation):
 
 
 @pytest.mark.parametrize("share", ["abc", 1.5, 0, True])
-def test_a_share_of_memory_that_is_none(installation, share):
+def test_an_invalid_memory_fraction(installation, share):
     with pytest.raises(ConfigError, match=f"--sglang-mem-fraction-static is a share between 0 and 1, found {share!r}"):
         check_spec(
             LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"mem_fraction_static": share}),
@@ -209,7 +209,7 @@ def test_too_little_memory(installation, monkeypatch):
 
 @pytest.fixture
 def plan(installation, monkeypatch):
-    """`plan_servers` of these settings, with this installation and these cards."""
+    """`plan_servers` of these settings, with this installation and these GPUs."""
     monkeypatch.setattr("agentrl.engine.sglang.plan.find_installation", lambda *_: installation)
 
     def make(settings, *, trains=True, cards=()):
@@ -220,7 +220,7 @@ def plan(installation, monkeypatch):
     return make
 
 
-def test_one_card_is_enough_without_a_trainer_or_shared_with_it(plan):
+def test_one_gpu_is_enough_without_a_trainer_or_shared_with_it(plan):
     one = [(80000, 80000)]
     assert plan({}, trains=False, cards=one).spec.first_gpu == 0
     assert plan({"colocate": True}, cards=one).spec.first_gpu == 0
@@ -230,10 +230,10 @@ def test_one_card_is_enough_without_a_trainer_or_shared_with_it(plan):
 
 
 AWAY = "192.0.2.5:30000"
-"""an address for documentation: nobody's"""
+"""an address that is reserved for documentation"""
 
 
-def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path, monkeypatch):
+def test_servers_on_other_machines_need_a_folder_that_both_see(plan, tmp_path, monkeypatch):
     monkeypatch.setattr("agentrl.engine.sglang.router.TIMEOUT_S", 0.2)  # nobody will answer
     with pytest.raises(ConfigError, match=r"192\.0\.2\.5:30000 is on another machine: .* --update-weight-disk-dir"):
         plan({"rollout_external_engine_addrs": ["localhost:1", AWAY]})
@@ -247,7 +247,7 @@ def test_servers_elsewhere_need_a_folder_that_both_see(plan, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["disk", "split", "colocated"])
-def test_weights_by_disk_go_where_they_are_told(plan, tmp_path, kind):
+def test_weights_by_disk_go_to_the_given_folder(plan, tmp_path, kind):
     settings = {"update_weight_disk_dir": str(tmp_path), "weight_sync": kind}
     config = build_config({"engine": "sglang", **settings})
     servers = plan(settings)
@@ -256,7 +256,7 @@ def test_weights_by_disk_go_where_they_are_told(plan, tmp_path, kind):
     sync.close()
 
 
-def test_servers_is_local(plan):
+def test_servers_on_this_machine(plan):
     here = ["localhost:1", "127.0.0.2:30000", socket.gethostbyname(socket.gethostname()) + ":1"]
     here += ["[::1]:1"] if is_local("::1") else []
     for kind in ("split", "colocated", "disk"):
@@ -269,19 +269,19 @@ def test_servers_is_local(plan):
 
 @pytest.mark.parametrize("settings", [{}, {"rollout_external_engine_addrs": ["localhost:1"]}])
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(100.0, 50.0), (600.0, 300.0), (9000.0, 600.0)])
-def test_generations_give_up_waiting_before_their_episode_does(plan, tmp_path, settings, timeout_s, patience_s):
+def test_a_generation_waits_for_less_time_than_its_episode_has(plan, tmp_path, settings, timeout_s, patience_s):
     fleet = make_fleet(plan({**settings, "episode_timeout_s": timeout_s}), tmp_path)
     assert fleet._patience_s == patience_s
 
 
-def test_weights_by_disk_lend_no_memory(plan):
+def test_weights_by_disk_cannot_share_gpus(plan):
     settings = {"colocate": True, "weight_sync": "disk"}
     with pytest.raises(ConfigError, match="use --weight-sync colocated"):
         plan(settings, cards=[(80000, 80000)])
     plan(settings)
 
 
-def test_only_the_visible_cards_count(tmp_path, monkeypatch):
+def test_only_visible_gpus_are_counted(tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
     script.write_text('#!/bin/sh\nprintf "GPU-aaaa1, 10, 80000\\nGPU-bbbb2, 20, 80000\\nGPU-cccc3, 30, 80000\\n"\n')
     script.chmod(0o755)
@@ -293,7 +293,7 @@ def test_only_the_visible_cards_count(tmp_path, monkeypatch):
         assert [f for f, _ in gpus()] == free, chosen
 
 
-def test_cards_count_although_their_memory_is_not_told(installation, tmp_path, monkeypatch):
+def test_gpus_with_unknown_memory_are_counted(installation, tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -310,7 +310,7 @@ def test_cards_count_although_their_memory_is_not_told(installation, tmp_path, m
         check_spec(LaunchSpec(model=MODEL, dtype="float32", context_length=128, engines=2), installation)
 
 
-def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
+def test_gpus_are_counted_although_the_driver_hangs(tmp_path, monkeypatch):
     def hang(command, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 
@@ -324,7 +324,7 @@ def test_cards_count_although_the_driver_hangs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("free", "known"), [(None, {}), (5, {"rollout": 5})])
-async def test_the_memory_of_a_stage_is_that_of_this_cycle(free, known):
+async def test_the_free_memory_of_a_stage_is_that_of_this_cycle(free, known):
     sharing = GpuSharing(Fleet([]))
     sharing.free_mib["rollout"] = 7  # of the cycle before
     await sharing.note(SimpleNamespace(free_mib=lambda: free), "rollout")
@@ -345,7 +345,7 @@ def _without_packages(tmp_path):
     return str(script)
 
 
-def test_the_command(installation):
+def test_the_command_line(installation):
     words = command_line(
         LaunchSpec(model=MODEL, dtype="float32", context_length=128, args={"log_level": "info", "x": False}),
         installation,
