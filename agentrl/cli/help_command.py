@@ -84,7 +84,7 @@ def _explain_megatron(name: str, commands: Commands) -> str:
     spec = specs[name]
     value = "" if spec.fixed is not None else " VALUE" + (" ..." if spec.many else "")
     facts = {
-        "type": f"none; sets {spec.field} = {spec.fixed}" if spec.fixed is not None else spec.type.__name__,
+        "type": f"none; sets {spec.field} = {spec.fixed}" if spec.fixed is not None else describe_type(spec.type),
         "choices": ", ".join(spec.choices),
         "default": "megatron-core's" if spec.default is None else str(spec.default),
         "TOML": f"[megatron] {spec.field}",

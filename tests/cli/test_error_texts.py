@@ -49,7 +49,7 @@ ERRORS = {
     "train --tensorboard maybe": "train: unexpected 'maybe'; flags begin with --",
     "train extra": "train: unexpected 'extra'; flags begin with --",
     "train --env-arg topk": "train: --env-arg takes NAME=VALUE, found 'topk'",
-    "train --weight-decay much": "train: --weight-decay takes a value of type float; found 'much'",
+    "train --weight-decay much": "train: --weight-decay must be a number, found 'much'",
     # settings that contradict each other
     "train --rollout-batch-size 3 --global-batch-size 16": (
         "train: rollout_batch_size × n_samples_per_prompt must equal global_batch_size × "

@@ -111,7 +111,7 @@ def test_a_refused_flag_of_slime_is_explained_with_the_advice(capsys, name):
 def test_a_flag_of_megatron_is_explained(capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     text = printed(capsys, "help", "--weight-decay")
-    for line in ("--weight-decay VALUE", "type:     float", "default:  0.01", "TOML:     [megatron] weight_decay"):
+    for line in ("--weight-decay VALUE", "type:     a number", "default:  0.01", "TOML:     [megatron] weight_decay"):
         assert line in text
     assert "what decides it: the trainer's dtype" in printed(capsys, "help", "bf16")
     text = printed(capsys, "help", "recompute-granularity")

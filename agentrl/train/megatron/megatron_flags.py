@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, suggest
+from agentrl.config.describe import describe_type
+from agentrl.errors import ConfigError
 
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig", "TransformerConfig"),
@@ -68,24 +69,22 @@ class FlagSpec:
         """
         if self.fixed is not None:
             if words:
-                raise ConfigError(f"--{self.name} takes no value; found {words[0]!r}")
+                raise ConfigError(f"--{self.name} takes no value, found {words[0]!r}")
             return self.field, self.fixed
         if len(words) != 1 and not (self.many and words):
             raise ConfigError(
-                f"--{self.name} takes {'one or more values' if self.many else 'one value'}; found {len(words)}"
+                f"--{self.name} takes {'one or more values' if self.many else 'one value'}, found {len(words)}"
             )
         values = [self._value(word) for word in words]
         return self.field, values if len(values) > 1 else values[0]
 
     def _value(self, word: str) -> Any:
         if self.choices and word not in self.choices:
-            raise ConfigError(
-                f"--{self.name} takes {', '.join(self.choices)}; found {word!r}{suggest(word, self.choices)}"
-            )
+            raise ConfigError(f"--{self.name} must be one of {', '.join(self.choices)}, found {word!r}")
         try:
             return self.type(word)
         except ValueError:
-            raise ConfigError(f"--{self.name} takes a value of type {self.type.__name__}; found {word!r}") from None
+            raise ConfigError(f"--{self.name} must be {describe_type(self.type)}, found {word!r}") from None
 
 
 ALIASES: Mapping[str, tuple[str, Any]] = {
