@@ -1,4 +1,4 @@
-"""Generated conversations: what the policy says, what comes back, and what the family's own template makes of the whole.
+"""Generated conversations: what the policy says, what is returned, and what the family's own template makes of the whole.
 
 `hugging_face` renders with transformers' machinery, not ours, and real histories, not synthetic ones: an independent witness.
 """
@@ -98,8 +98,8 @@ def conversation(model: Model, seed: int, *, middle: bool = True) -> Conversatio
         if kind < 0.6:
             turns.append(_calling(model, rng, thought, mark))
             continue
-        said = rng.choice(("", "I see. ")) + mark
-        whole = thought + model.answer(said)
+        reply = rng.choice(("", "I see. ")) + mark
+        whole = thought + model.answer(reply)
         if kind > 0.9 and thought:
             whole, mark = thought.removesuffix("<|start|>assistant").removesuffix("<|end|>"), ""
         observation: list[Message] = [{"role": "user", "content": text(rng)}]
@@ -116,22 +116,22 @@ def _calling(model: Model, rng: random.Random, thought: str, mark: str) -> Excha
     queries = [rng.choice(_TEXTS) for _ in names[1:]] + [f"{mark} {rng.choice(_TEXTS)}"]
     if n == 1 and rng.random() < 0.5:
         call = model.call(names[0], queries[0])
-        said = (
+        reply = (
             call
             if not thought
             else thought + call.rpartition("</think>")[2].rpartition("<|start|>assistant")[2].lstrip("\n")
         )
     elif model.calls is None:
-        said = thought + model.call(names[0], queries[0]).rpartition("<|start|>assistant")[2]
+        reply = thought + model.call(names[0], queries[0]).rpartition("<|start|>assistant")[2]
     else:
-        said = thought + model.calls([(name, {"query": q}) for name, q in zip(names, queries, strict=True)])
+        reply = thought + model.calls([(name, {"query": q}) for name, q in zip(names, queries, strict=True)])
     results: list[Message] = [
         {"role": "tool", "name": name, "tool_call_id": _call_id(model, name, k), "content": text(rng)}
         for k, name in enumerate(names)
     ]
     if rng.random() < 0.15:
         results.append({"role": "tool", "name": "error", "tool_call_id": "error", "content": "error: at most 3 calls"})
-    return Exchange(said, n, model.call_end or model.end, tuple(results), mark)
+    return Exchange(reply, n, model.call_end or model.end, tuple(results), mark)
 
 
 def _thought(model: Model, rng: random.Random, options: dict[str, Any], after: str) -> str:
@@ -167,7 +167,7 @@ class Played:
     """the conversation before each delta, the policy's turn last"""
 
     refused: bool = False
-    """the template takes no conversation that goes on so: it ended there"""
+    """the template takes no conversation that continues like this: it ended there"""
 
     @property
     def ids(self) -> list[int]:

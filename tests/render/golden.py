@@ -1,4 +1,4 @@
-"""Golden ids per family: `python tests/render/golden.py` writes tests/golden/*.json anew."""
+"""Golden ids per family: `python tests/render/golden.py` writes tests/golden/*.json again."""
 
 from __future__ import annotations
 

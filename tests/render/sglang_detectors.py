@@ -42,4 +42,4 @@ if __name__ == "__main__":
     asked = json.load(sys.stdin)
     known = tools()
     answer = {name: read(name, texts, known) for name, texts in asked.items()}
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")  # a line of its own, after whatever SGLang printed on import
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")  # a separate line, after whatever SGLang printed on import

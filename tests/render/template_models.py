@@ -257,5 +257,5 @@ def tokenizer(name: str, size: int | None = 6000) -> Tokenizer:
 
 @cache
 def renderer(name: str, size: int | None = 6000, **options: Any) -> Renderer:
-    """A family's renderer, shared by the tests that ask for the same."""
+    """A family's renderer, shared by the tests that request the same."""
     return make_renderer(tokenizer(name, size), **{**dict(BY_NAME[name].args), **options})

@@ -49,16 +49,16 @@ def test_it_is_proven_or_refused(path):
             make_renderer(tokenizer_of(template), where=path.stem)
         return
     ours = make_renderer(tokenizer_of(template), where=path.stem, now=NOW)
-    said = ours.encode_turn({"role": "assistant", "content": "Mark5d0e"})
+    sampled = ours.encode_turn({"role": "assistant", "content": "Mark5d0e"})
     for tools in ((), TOOLS):
         assert ours.prompt([USER], tools)
         for after in ([USER], [RESULT], [RESULT, RESULT], [{"role": "system", "content": "note"}, USER]):
-            delta = ours.delta(after, said, history=[USER], tools=tools)
+            delta = ours.delta(after, sampled, history=[USER], tools=tools)
             assert bool(delta.new_segment) is not bool(delta.pieces)
-    delta = ours.delta([USER], said, history=[USER], tools=())
+    delta = ours.delta([USER], sampled, history=[USER], tools=())
     assert delta.new_segment is None
     compiled = chat_template_utils._compile_jinja_template(template)
-    messages = ours._family.adapt([USER, ours.message(ours.parse(said, FinishReason.STOP, 8)), USER])
+    messages = ours._family.adapt([USER, ours.message(ours.parse(sampled, FinishReason.STOP, 8)), USER])
     whole = compiled.render(messages=messages, add_generation_prompt=True, strftime_now=NOW.strftime, **SPECIAL)
     after = whole.rpartition("Mark5d0e")[2]
     at, end = min((after.find(e), e) for e in ours.ends if e in after)

@@ -1,4 +1,4 @@
-"""The context hook: what leaves a long conversation opens a segment, and everything else goes on as if nothing had happened."""
+"""The context hook: what leaves a long conversation opens a segment, and everything else continues as if nothing had happened."""
 
 import dataclasses
 

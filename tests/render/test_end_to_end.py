@@ -64,9 +64,9 @@ async def episode(name, model, monkeypatch):
     family, ours = BY_NAME[name], renderer(name)
     added = ours.tokenizer.added
     call_end = added[family.call_end or family.end]
-    said = [(*ours.tokenizer.encode(family.call("search", q)), call_end) for q in ("one", "two")]
-    said.append((*ours.tokenizer.encode(family.say("it is 42")), added[family.end]))
-    script = iter([i for ids in said for i in ids])
+    sampled = [(*ours.tokenizer.encode(family.call("search", q)), call_end) for q in ("one", "two")]
+    sampled.append((*ours.tokenizer.encode(family.say("it is 42")), added[family.end]))
+    script = iter([i for ids in sampled for i in ids])
 
     def prescribed(logits, params, uniforms):
         assert len(params) == 1
@@ -93,7 +93,7 @@ async def episode(name, model, monkeypatch):
     finally:
         runner.close()
         await engine.close()
-    return trajectory, said
+    return trajectory, sampled
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +105,17 @@ def trainer(model, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [m.name for m in MODELS])
 async def test_the_trainer_reads_what_the_engine_sampled(name, model, trainer, monkeypatch):
-    trajectory, said = await episode(name, model, monkeypatch)
+    trajectory, sampled = await episode(name, model, monkeypatch)
     assert trajectory.stop_reason is StopReason.TERMINATED, trajectory.cause
     assert len(trajectory.turns) == 3
     assert [c.arguments for t in trajectory.turns for c in t.action.calls] == [{"query": "one"}, {"query": "two"}]
     assert trajectory.answer == "it is 42"
     assert len(trajectory.segments) == 1, [t.info for t in trajectory.turns]
     spans = trajectory.segments[0].spans
-    assert [s.ids for s in spans if s.provenance is Provenance.SAMPLED] == said
+    assert [s.ids for s in spans if s.provenance is Provenance.SAMPLED] == sampled
     (sample,) = to_samples(trajectory)
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
-    assert [t for t, m in zip(response, sample.loss_mask, strict=True) if m] == [i for ids in said for i in ids]
+    assert [t for t, m in zip(response, sample.loss_mask, strict=True) if m] == [i for ids in sampled for i in ids]
     (row,) = make_rows([sample], {sample.episode_id: 1.0})
     (log_probs,) = trainer.log_probs([row])
     sampled = row.weights > 0

@@ -53,7 +53,7 @@ def agrees(name: str, seed: int, size: int | None = 6000) -> None:
 
     played = play(ours, talk)
     assert played.pieces[0] == (Provenance.PROMPT, tuple(ids_of(theirs(talk.first)))), (name, seed)
-    anew = (ids for kind, ids in played.pieces[1:] if kind is Provenance.PROMPT)
+    rerendered = (ids for kind, ids in played.pieces[1:] if kind is Provenance.PROMPT)
     for i, (turn, (ids, reason), before) in enumerate(zip(talk.turns, played.deltas, played.messages, strict=False)):
         expected, last = why(name, turn, talk.tools), i == len(played.deltas) - 1
         where = (name, seed, i, talk.options, reason)
@@ -64,7 +64,7 @@ def agrees(name: str, seed: int, size: int | None = 6000) -> None:
             with pytest.raises(jinja2.TemplateError):
                 theirs([*before, *turn.observation])
         else:
-            assert next(anew) == tuple(ids_of(theirs([*before, *turn.observation]))), where
+            assert next(rerendered) == tuple(ids_of(theirs([*before, *turn.observation]))), where
     assert played.refused or len(played.deltas) == len(talk.turns)
     assert ours.new_segments - counted == Counter(reason for _, reason in played.deltas if reason is not None)
     if name in WHOLE and not played.refused:
@@ -109,10 +109,10 @@ def test_the_template_says_the_same_with_the_real_vocabulary(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_golden(name):
-    """`python tests/render/golden.py` writes them anew."""
+    """`python tests/render/golden.py` writes them again."""
     kept = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     assert golden_of(name) == kept, (
-        "python tests/render/golden.py writes the golden files anew; look at the difference first"
+        "python tests/render/golden.py writes the golden files again; look at the difference first"
     )
 
 

@@ -36,7 +36,7 @@ def picture(width=100, height=60, seed=0):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8).astype(np.uint8))
 
 
-def said(text, *images):
+def user_message(text, *images):
     return {
         "role": "user",
         "content": [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}],
@@ -58,9 +58,9 @@ def theirs(renderer, processor, messages):
 
 def test_a_prompt_with_images(renderer, processor):
     messages = [
-        said("What is this?", picture(), picture(30, 200, 1)),
+        user_message("What is this?", picture(), picture(30, 200, 1)),
         {"role": "assistant", "content": "A wall."},
-        said("And this?", picture(50, 50, 2)),
+        user_message("And this?", picture(50, 50, 2)),
     ]
     ((kind, ids),) = renderer.prompt(messages)
     expected, inputs = theirs(renderer, processor, messages)
@@ -72,11 +72,11 @@ def test_a_prompt_with_images(renderer, processor):
 
 
 def test_an_observation_with_an_image(renderer, processor):
-    first = [said("Look.", picture())]
+    first = [user_message("Look.", picture())]
     recorder = Recorder()
     recorder.open(renderer.prompt(first))
     answer = (*renderer.tokenizer.encode("A wall."), renderer.end_id)
-    then = said("Closer, and <|image_pad|> is text.", picture(80, 80, 3))
+    then = user_message("Closer, and <|image_pad|> is text.", picture(80, 80, 3))
     delta = renderer.delta([then], answer, history=first)
     assert delta.new_segment is None
     pad = renderer.tokenizer.added["<|image_pad|>"]
@@ -85,7 +85,7 @@ def test_an_observation_with_an_image(renderer, processor):
     (placed,) = renderer.placed(delta.pieces, [then])
     assert ids.count(pad) == placed.tokens
     assert ids[placed.at : placed.at + placed.tokens] == [pad] * placed.tokens
-    plain = said("Closer.", picture(80, 80, 3))
+    plain = user_message("Closer.", picture(80, 80, 3))
     stream = [
         *recorder.context(),
         *answer,
@@ -115,4 +115,4 @@ def test_images_come_as_pil_bytes_or_data_urls(renderer):
 def test_a_model_without_a_processor(renderer):
     blind = make_renderer(renderer.tokenizer)
     with pytest.raises(TemplateError, match="no image processor"):
-        blind.prompt([said("x", picture())])
+        blind.prompt([user_message("x", picture())])

@@ -27,12 +27,12 @@ async def play(name, seed, policy=None, limit=10_000, **options):
     """What the runner does; returns the trajectory and what was sampled."""
     talk = conversation(BY_NAME[name], seed, middle=False)
     ours = renderer(name, now=NOW, **options, **talk.options)
-    recorder, messages, said = Recorder(), [dict(m) for m in talk.first], []
+    recorder, messages, sampled = Recorder(), [dict(m) for m in talk.first], []
     first = len(messages)
     recorder.open(ours.prompt(messages))
     for number, turn in enumerate(talk.turns):
         ids = (*ours.tokenizer.encode(turn.text), ours.tokenizer.added[turn.end])
-        said += ids
+        sampled += ids
         action = ours.parse(ids, FinishReason.STOP, 8, context=recorder.context())
         recorder.sampled(Generation(ids, (-0.5,) * len(ids), FinishReason.STOP), turn=number, temperature=1.0)
         delta = ours.delta(turn.observation, ids, history=messages, tools=())
@@ -47,10 +47,10 @@ async def play(name, seed, policy=None, limit=10_000, **options):
                 messages = changed
                 recorder.open(ours.prompt(messages), turn=number)
     ids = (5, 6, ours.end_id)
-    said += ids
+    sampled += ids
     recorder.sampled(Generation(ids, (-0.5,) * 3, FinishReason.STOP), turn=len(talk.turns), temperature=1.0)
     task = Task("t", tuple(talk.first))
-    return Trajectory("0-0", 0, 0, 0, task, "env", recorder.segments(), (), StopReason.TERMINATED), said
+    return Trajectory("0-0", 0, 0, 0, task, "env", recorder.segments(), (), StopReason.TERMINATED), sampled
 
 
 def trained(trajectory):
@@ -66,8 +66,8 @@ def trained(trajectory):
 @pytest.mark.parametrize("name", NAMES)
 async def test_both_history_policies_train_each_sampled_token_once(name, policy):
     for seed in range(6):
-        trajectory, said = await play(name, seed, history=policy)
-        assert trained(trajectory) == said
+        trajectory, sampled = await play(name, seed, history=policy)
+        assert trained(trajectory) == sampled
         if policy == "append":
             assert len(trajectory.segments) == 1
 
@@ -80,8 +80,8 @@ async def test_both_history_policies_train_each_sampled_token_once(name, policy)
 async def test_context_policies_train_each_sampled_token_once(name, make):
     opened = 0
     for seed in range(4):
-        trajectory, said = await play(name, seed, make())
-        assert trained(trajectory) == said
+        trajectory, sampled = await play(name, seed, make())
+        assert trained(trajectory) == sampled
         opened += len(trajectory.segments) - 1
         for segment in trajectory.segments:
             assert segment.spans[0].provenance is Provenance.PROMPT

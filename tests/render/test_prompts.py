@@ -29,9 +29,10 @@ def test_the_members_of_a_group_share_one_rendering(ours):
     made, rendered = ours
     assert [made.prompt(ask("Who?"), [TOOL]) for _ in range(8)] == [made.prompt(ask("Who?"), [TOOL])] * 8
     assert len(rendered) == 1
+    assert made.prompt(ask("Who?"), [TOOL]) == made._render_prompt(ask("Who?"), [TOOL])
 
 
-def test_what_differs_is_rendered_anew(ours):
+def test_what_differs_is_rendered_again(ours):
     made, rendered = ours
     other = {**TOOL, "function": {**TOOL["function"], "name": "find"}}
     asked = [

@@ -74,15 +74,15 @@ class VisionEngine:
         turn = self.turns.get(session, 0)
         self.turns[session] = turn + 1
         self.asked.append((list(ids), tuple(images)))
-        said = (*self.renderer.tokenizer.encode(self.texts[turn]), self.renderer.end_id)
-        whole = [*ids, *said]
+        sampled = (*self.renderer.tokenizer.encode(self.texts[turn]), self.renderer.end_id)
+        whole = [*ids, *sampled]
         inputs = self.renderer.pixels([p.image for p in images])
         pad = self.renderer.images.placeholder_id
         found = log_probs(self.model, pad, whole, inputs, sampling.temperature)
-        values = tuple(found[len(ids) - 1 + n, i].item() for n, i in enumerate(said))
+        values = tuple(found[len(ids) - 1 + n, i].item() for n, i in enumerate(sampled))
         room = sampling.max_new_tokens
-        reason = FinishReason.STOP if len(said) <= room else FinishReason.LENGTH
-        return Generation(said[:room], values[:room], reason, policy_version=1)
+        reason = FinishReason.STOP if len(sampled) <= room else FinishReason.LENGTH
+        return Generation(sampled[:room], values[:room], reason, policy_version=1)
 
     async def release(self, session): ...
 
