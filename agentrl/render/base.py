@@ -82,7 +82,7 @@ def unchanged(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True)
 class Family:
-    """What cannot be read off a template's renderings."""
+    """Properties of a model family that a template's renderings do not show."""
 
     name: str
     marks: tuple[str, ...]
@@ -94,7 +94,7 @@ class Family:
     headers: tuple[str, ...] = ()
     """tokens that end the assistant's turn when sampled and begin the next turn's header (GLM)"""
     other_stops: tuple[str, ...] = ()
-    """tokens at which engines stop too, but after which the template still writes the end of the turn"""
+    """further tokens that end a generation; the template still writes the end of the turn after them"""
     writes_markup: bool = False
     """the template adds markup inside the assistant's turn (channels), so a policy's text differs from the message's content"""
     structured: bool = False

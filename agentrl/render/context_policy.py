@@ -65,7 +65,7 @@ def check_rewrite(messages: Any, view: ContextView) -> list[Message] | None:
         raise ContractError(f"a context policy must return messages or None, found {conversation!r:.80}")
     if conversation[-1]["role"] == "assistant":
         raise ContractError(
-            "a context policy must leave the newest observation in place; its conversation ends with the assistant"
+            "a context policy must keep the newest observation, but its conversation ends with an assistant message"
         )
     return conversation
 

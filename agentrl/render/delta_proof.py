@@ -100,7 +100,7 @@ class DeltaProver:
                     continue
                 if PLACEHOLDER in text:
                     return text.rpartition(PLACEHOLDER)[2].partition(proof.end)[2]
-        raise TemplateError("the template refuses messages of a shape that it rendered before")
+        raise TemplateError("the template refuses messages although it rendered others of the same shape")
 
     def _accepted_histories(self, kind: str, tools: Any) -> Iterator[list[Message]]:
         """The histories of a kind that the template renders, with calls' arguments as an object or as a string."""

@@ -51,7 +51,7 @@ class RunnerSettings:
     temperature: float
     seed: int
     keep: SaveOutput | None = None
-    """given the whole outputs of tools that the policy saw cut"""
+    """called with the full tool outputs that were truncated for the policy"""
 
 
 class Components:
@@ -284,8 +284,8 @@ class Components:
         described = env.shows_tools or all(name in (env.system_prompt or "") for name in tools)
         if renderer.format.needs_tools and not renderer.shows_tools and not described:
             raise TemplateError(
-                f"{self.folder}: its chat template leaves tools out, so the policy would not see {', '.join(tools)} of environment "
-                f"{env.label()}; describe them in its system_prompt or, if other prompts of it do, set shows_tools = True"
+                f"{self.folder}: its chat template omits tools, so the policy would not see {', '.join(tools)} of environment "
+                f"{env.label()}; describe them in its system_prompt, or set shows_tools = True if its other prompts describe them"
             )
 
     def _servers(self) -> ServerPlan | None:

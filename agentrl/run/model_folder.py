@@ -20,10 +20,10 @@ def embedded() -> list[str]:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model. A hub's is downloaded, one in GGUF converted (once, into the cache), if it is not here yet.
+    """Return the folder of a model. A hub model is downloaded into the cache, and a GGUF file converted into it, once.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model was not found.
     """
     for folder in (ASSETS / name, Path(name)):
         if (folder / "config.json").exists():
@@ -43,7 +43,7 @@ def model_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
         raise ConfigError(
-            f"--hf-checkpoint {name}: no such folder, and the hub does not give it: {str(e).splitlines()[0]}"
+            f"--hf-checkpoint {name}: not a folder, and it cannot be downloaded from the hub: {str(e).splitlines()[0]}"
         ) from e
 
 

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 Evaluations = list[tuple[int, dict[str, float]]]
 """(rollouts done, metrics) of each evaluation of a set"""
 COUNTS = ("rollouts", "steps", "episodes", "turns", "exactness_violations")
-"""totals of a run that are whole numbers; `steps` are the optimizer's"""
+"""Totals of a run that are integers; `steps` are optimizer steps."""
 SIZES = ("questions", "episodes")
-"""metrics of an evaluation that count something; `abstained/…` do so too; the others are scores"""
+"""Evaluation metrics that are counts, besides `abstained/…`; the others are scores."""
 
 
 class Report:
     """Collects the metrics of a run. Checkpoints hold its state, so the summary of a resumed run covers the whole run."""
 
     def __init__(self, eval_score: str = "reward") -> None:
-        """`eval_score`: the score that the closing summary and the curve show of an evaluation that has it; of others they show the reward."""
+        """`eval_score` names the score that the closing summary and the curve show. For evaluations without it they show the reward."""
         self.eval_score = eval_score
         self.rewards: list[tuple[int, float]] = []
         self.evals: dict[str, Evaluations] = {}

@@ -21,7 +21,7 @@ from agentrl.store.run_folder import RunFolder, last_checkpoint
 from agentrl.types import Group
 
 NOT_TRAINED = StageReport({"train/rows": 0})
-"""in place of the training stage of a step that only plays episodes"""
+"""Metrics of the training stage in a step that only plays episodes."""
 
 
 async def rollout_only(config: Config, *, echo: Echo = print) -> Path:
@@ -74,9 +74,9 @@ class EpisodeRun:
         self.policy_version = 0
         self.checkpoint: Path | None = None
         self.state: dict[str, Any] = {}
-        """of the checkpoint"""
+        """state of the checkpoint; empty without one"""
         self.dropped_episodes: int | None = None
-        """of a resumed run that has no checkpoint yet: its episodes, which are dropped"""
+        """number of recorded episodes that a resumed run without a checkpoint drops; None: not such a run"""
         if resume is None:
             self.folder = RunFolder.create(config, __version__)
         else:

@@ -74,7 +74,7 @@ class TrainingRun(EpisodeRun):
         return self._trainer
 
     async def start(self) -> None:
-        """Start trainer and engine together; give the engine the weights of the checkpoint, or the model's if it holds others."""
+        """Start trainer and engine together. The engine then receives the weights of the checkpoint, or the model's if it serves others."""
         components = self.components
         if self.dropped_episodes is not None:
             self.log.echo(

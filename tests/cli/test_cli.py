@@ -439,10 +439,8 @@ class TestTheChatTemplateIsCheckedFirst:
 
     def test_a_template_that_omits_tools(self, run):
         err = run(TEMPLATE)
-        assert (
-            "its chat template leaves tools out, so the policy would not see clock, look_up of environment Ask" in err
-        )
-        assert "leaves tools out" in run(TEMPLATE, "    system_prompt = 'Call clock(zone).'\n")
+        assert "its chat template omits tools, so the policy would not see clock, look_up of environment Ask" in err
+        assert "omits tools" in run(TEMPLATE, "    system_prompt = 'Call clock(zone).'\n")
 
     @pytest.mark.parametrize(("template", "more"), [
         (SHOWN, ""), (TEMPLATE, "    shows_tools = True\n"), (TEMPLATE, "    action_format = 'search_r1'\n"),
@@ -450,7 +448,7 @@ class TestTheChatTemplateIsCheckedFirst:
     ])  # fmt: skip
     def test_a_template_that_shows_tools_or_need_not(self, run, template, more):
         err = run(template, more)
-        assert "leaves tools out" not in err
+        assert "omits tools" not in err
         assert "tensors are missing" in err
 
     @pytest.mark.parametrize("more", ["", "    action_format = 'search_r1'\n"])

@@ -61,7 +61,7 @@ class WeightLayout:
     vocab_size: int
     padded_vocab_size: int
     tied: bool
-    """the output layer is the embedding"""
+    """the output layer and the embedding share one weight"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Conversion:
     kind: str
     """copy, vocab, columns, glu, qkv"""
     names: tuple[str, ...]
-    """of the tensors"""
+    """Hugging Face names of the tensors"""
 
 
 def conversion(name: str, layout: WeightLayout) -> Conversion:

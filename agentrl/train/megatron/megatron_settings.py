@@ -12,7 +12,7 @@ from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, FlagSpec, 
 from agentrl.train.megatron.model_config import ModelConfig, read_model_config
 
 Settings = Mapping[str, Any]
-"""by the field names of megatron's dataclasses"""
+"""Values by the field names of megatron's dataclasses."""
 _UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",

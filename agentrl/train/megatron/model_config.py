@@ -56,7 +56,7 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     tied: bool
-    """the output layer is the embedding"""
+    """the output layer and the embedding share one weight"""
     rope: Rope
 
     @property

@@ -48,9 +48,9 @@ class RankSetup:
     """also the index of its GPU"""
     world: int
     port: int
-    """of the store where the ranks meet"""
+    """port of the store where the ranks meet"""
     timeout_s: float
-    """limit of collective operations"""
+    """time limit of collective operations"""
 
 
 @dataclass(frozen=True, kw_only=True)

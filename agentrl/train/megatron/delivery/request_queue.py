@@ -21,7 +21,7 @@ class RequestQueue:
     def __init__(self, receiver: Receiver, timeout_s: float) -> None:
         self.receiver, self.timeout_s = receiver, timeout_s
         self.failure = ""
-        """what went wrong; empty: nothing"""
+        """message of the first failure; empty: no failure"""
         self._pool = ThreadPoolExecutor(DEPTH, thread_name_prefix="delivery")
         self._pending: deque[tuple[Future[str], object]] = deque()
 
