@@ -57,11 +57,8 @@ def add_flags(parser: argparse.ArgumentParser, names: Container[str] = FIELDS) -
 def flag_names(name: str) -> list[str]:
     """The flags of a setting. The flag of a table takes one entry of it, so it is named in the singular."""
     is_table = plain_type(setting(name).annotation) is dict
-    names = [
-        name.removesuffix("s") if is_table else name,
-        *(alias for alias, target in ALIASES.items() if target == name),
-    ]
-    return ["--" + n.replace("_", "-") for n in names]
+    aliases = [alias for alias, target in ALIASES.items() if target == name]
+    return ["--" + n.replace("_", "-") for n in [name.removesuffix("s") if is_table else name, *aliases]]
 
 
 def setting(name: str) -> FieldInfo:

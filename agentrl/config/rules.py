@@ -6,14 +6,9 @@ from agentrl.config.settings import Config
 from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
-    "colocate",
-    "weight_sync",
-    "update_weight_disk_dir",
-    "rollout_num_gpus",
-    "rollout_external_engine_addrs",
-    "engine_python",
-    "engine_pythonpath",
-)
+    "colocate weight_sync update_weight_disk_dir rollout_num_gpus rollout_external_engine_addrs engine_python "
+    "engine_pythonpath"
+).split()
 
 
 def check(config: Config) -> None:
@@ -41,8 +36,8 @@ def _check_rollout(config: Config) -> None:
         )
     if (r.rollout_top_p < 1 or r.rollout_top_k > 0) and not r.allow_truncated_sampling:
         raise ConfigError(
-            "with --rollout-top-p or --rollout-top-k, episodes are sampled from another distribution than the trainer's; "
-            "give --allow-truncated-sampling to train on them"
+            "with --rollout-top-p or --rollout-top-k, episodes are sampled from another distribution than the "
+            "trainer's; give --allow-truncated-sampling to train on them"
         )
 
 
