@@ -33,7 +33,7 @@ def test_a_gguf_file_that_is_missing_or_none(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 2
     assert "cannot be read as GGUF" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "x.gguf"), str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
