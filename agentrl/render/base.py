@@ -80,7 +80,7 @@ def unchanged(messages: Sequence[Message]) -> list[Message]:
     return list(messages)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Properties of a model family that a template's renderings do not show."""
 

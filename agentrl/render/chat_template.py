@@ -23,15 +23,8 @@ from agentrl.render.template_trace import Pattern, SymbolicText, Trace, concat, 
 from agentrl.types import Message
 
 _REFUSALS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    ZeroDivisionError,
-    RecursionError,
-)
+    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError, RecursionError,
+)  # fmt: skip
 """what a template raises, on purpose or because it does not expect a message"""
 _TRACED_FILTERS = frozenset(
     "trim tojson length count string safe upper lower default d list first last items "

@@ -21,7 +21,7 @@ from agentrl.render.renderer import Renderer
 from agentrl.types import Message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextView:
     """A conversation before a generation."""
 
@@ -89,7 +89,7 @@ def context_view(
         length += len(delta)
     else:
         length = sum(len(ids) for _, ids in renderer.prompt(conversation, tools))
-    return ContextView(conversation, first, length, limit)
+    return ContextView(messages=conversation, first=first, tokens=length, limit=limit)
 
 
 def split_after_last_turn(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

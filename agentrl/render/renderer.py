@@ -27,7 +27,7 @@ from agentrl.render.template_probe import QUESTION, TemplateProbe
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Action, FinishReason, Message, Provenance
 
-GENERIC = Family("generic", (), "hermes")
+GENERIC = Family(name="generic", marks=(), format="hermes")
 _MAX_PROOFS = 4096
 _MAX_PROMPTS = 256
 _PREFILL_IDS = 16

@@ -42,7 +42,9 @@ async def play(name, seed, policy=None, limit=10_000, **options):
         else:
             recorder.open(ours.prompt(messages), turn=number)
         if policy is not None:
-            changed = await managed(policy, ContextView(tuple(messages), first, recorder.length(), limit))
+            changed = await managed(
+                policy, ContextView(messages=tuple(messages), first=first, tokens=recorder.length(), limit=limit)
+            )
             if changed is not None:
                 messages = changed
                 recorder.open(ours.prompt(messages), turn=number)
@@ -95,7 +97,7 @@ def view(turns=4, share=0.9):
         for i in range(turns)
         for m in ({"role": "assistant", "content": f"a{i}"}, {"role": "tool", "content": f"r{i}" * 50})
     ]
-    return ContextView((*first, *rest), 2, int(1000 * share), 1000)
+    return ContextView(messages=(*first, *rest), first=2, tokens=int(1000 * share), limit=1000)
 
 
 async def test_drop_old_turns():

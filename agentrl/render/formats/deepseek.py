@@ -37,4 +37,4 @@ class DeepSeekFormat(BlockFormat):
         return [read_arguments(name.strip(), arguments, body)]
 
 
-FAMILY = Family("deepseek", ("<｜Assistant｜>",), "deepseek_v3", ends=("<｜end▁of▁sentence｜>",))
+FAMILY = Family(name="deepseek", marks=("<｜Assistant｜>",), format="deepseek_v3", ends=("<｜end▁of▁sentence｜>",))

@@ -101,9 +101,9 @@ def alternate_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 FAMILY = Family(
-    "gemma3",
-    ("<start_of_turn>",),
-    "pythonic",
+    name="gemma3",
+    marks=("<start_of_turn>",),
+    format="pythonic",
     ends=("<end_of_turn>",),
     other_stops=("<eos>",),
     adapt=alternate_turns,

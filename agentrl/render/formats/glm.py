@@ -40,5 +40,9 @@ class GlmFormat(BlockFormat):
 
 
 FAMILY = Family(
-    "glm4", ("[gMASK]<sop>",), "glm4", headers=("<|user|>", "<|observation|>"), other_stops=("<|endoftext|>",)
+    name="glm4",
+    marks=("[gMASK]<sop>",),
+    format="glm4",
+    headers=("<|user|>", "<|observation|>"),
+    other_stops=("<|endoftext|>",),
 )

@@ -84,9 +84,9 @@ def _split_messages(text: str) -> Iterator[_HarmonyMessage]:
 
 
 FAMILY = Family(
-    "gpt_oss",
-    ("<|channel|>",),
-    "gpt_oss",
+    name="gpt_oss",
+    marks=("<|channel|>",),
+    format="gpt_oss",
     ends=("<|return|>", "<|call|>"),
     other_stops=("<|endoftext|>",),
     writes_markup=True,

@@ -6,7 +6,7 @@ drops thinking from the history. `<|endoftext|>` is a stop token of their genera
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat
@@ -26,7 +26,7 @@ class HermesFormat(BlockFormat):
         return [read_call(body)]
 
 
-CHATML = Family("chatml", ("<|im_start|>",), "hermes", ends=("<|im_end|>",), other_stops=("<|endoftext|>",))
-QWEN3 = Family(
-    "qwen3", ("<|im_start|>", "reasoning_content"), "hermes", ends=("<|im_end|>",), other_stops=("<|endoftext|>",)
+CHATML = Family(
+    name="chatml", marks=("<|im_start|>",), format="hermes", ends=("<|im_end|>",), other_stops=("<|endoftext|>",)
 )
+QWEN3 = replace(CHATML, name="qwen3", marks=("<|im_start|>", "reasoning_content"))

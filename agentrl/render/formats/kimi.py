@@ -6,7 +6,7 @@ Sources: Moonshot's tool-call guidance for Kimi-K2 and the chat templates. The i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat
@@ -36,12 +36,9 @@ class KimiFormat(BlockFormat):
         return [read_arguments(match.group(1), arguments, body, call_id)]
 
 
-KIMI_K2 = Family("kimi_k2", ("<|im_middle|>",), "kimi_k2", ends=("<|im_end|>",), other_stops=("[EOS]",))
-KIMI_K2_THINKING = Family(
-    "kimi_k2_thinking",
-    ("<|im_middle|>", "reasoning_content"),
-    "kimi_k2",
-    ends=("<|im_end|>",),
-    other_stops=("[EOS]",),
-    structured=True,
+KIMI_K2 = Family(
+    name="kimi_k2", marks=("<|im_middle|>",), format="kimi_k2", ends=("<|im_end|>",), other_stops=("[EOS]",)
+)
+KIMI_K2_THINKING = replace(
+    KIMI_K2, name="kimi_k2_thinking", marks=("<|im_middle|>", "reasoning_content"), structured=True
 )

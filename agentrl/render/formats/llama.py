@@ -30,5 +30,9 @@ class LlamaFormat(BlockFormat):
 
 
 FAMILY = Family(
-    "llama3", ("<|start_header_id|>",), "llama3", ends=("<|eot_id|>", "<|eom_id|>"), other_stops=("<|end_of_text|>",)
+    name="llama3",
+    marks=("<|start_header_id|>",),
+    format="llama3",
+    ends=("<|eot_id|>", "<|eom_id|>"),
+    other_stops=("<|end_of_text|>",),
 )

@@ -64,4 +64,6 @@ def pad_call_ids(messages: Sequence[Message]) -> list[Message]:
     return padded
 
 
-FAMILY = Family("mistral", ("[INST]",), "mistral", ends=("</s>",), structured=True, adapt=pad_call_ids)
+FAMILY = Family(
+    name="mistral", marks=("[INST]",), format="mistral", ends=("</s>",), structured=True, adapt=pad_call_ids
+)

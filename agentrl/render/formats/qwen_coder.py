@@ -37,5 +37,9 @@ def _parameters(text: str) -> dict[str, str]:
 
 
 FAMILY = Family(
-    "qwen3_coder", ("<|im_start|>", "<function="), "qwen3_coder", ends=("<|im_end|>",), other_stops=("<|endoftext|>",)
+    name="qwen3_coder",
+    marks=("<|im_start|>", "<function="),
+    format="qwen3_coder",
+    ends=("<|im_end|>",),
+    other_stops=("<|endoftext|>",),
 )
