@@ -19,7 +19,7 @@ def overridable(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-First = Observation | str | Sequence[Message]
+ObservationLike = Observation | str | Sequence[Message]
 """the return type of `Env.reset`"""
 
 
@@ -79,7 +79,7 @@ class Env:
     """time limit of the constructor and of each call of reset, step, state and close, in seconds"""
 
     @overridable
-    async def reset(self, task: Task, *, seed: int) -> First:
+    async def reset(self, task: Task, *, seed: int) -> ObservationLike:
         """Begin an episode. Called once, before `step`. The default returns the task's prompt.
 
         Args:
@@ -163,10 +163,9 @@ class Env:
             specs.append(spec_of(obj))
         specs += tools_of(self)
         names = [s.name for s in specs]
-        if len(set(names)) != len(names):
-            raise ContractError(
-                f"environment {self.label()} has two tools of the same name: {sorted({n for n in names if names.count(n) > 1})}"
-            )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ContractError(f"environment {self.label()} has two tools of the same name: {twice}")
         return specs
 
     @property

@@ -208,7 +208,8 @@ def _spec(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
     """The spec of a callable; schemas are cached by function and name."""
     if not _NAME.fullmatch(name):
         raise ContractError(
-            f"a tool's name must be 1 to 64 letters, digits, '_', '-' or '.'; found {name!r} for {fn!r:.80}; give @tool(name=...)"
+            f"a tool's name must be 1 to 64 letters, digits, '_', '-' or '.'; "
+            f"found {name!r} for {fn!r:.80}; give @tool(name=...)"
         )
     build = _built if inspect.isroutine(fn) else _build
     return replace(build(getattr(fn, "__func__", fn), name, inspect.ismethod(fn)), fn=fn, limits=limits)

@@ -234,8 +234,8 @@ class Observation:
         if isinstance(items, (list, tuple)) and all(map(_is_message, items)):
             return cls(tuple(dict(m) for m in items))
         raise ContractError(
-            "an observation must be a str, a message or a list of messages, each with a role and content (text or parts); "
-            f"found {type(value).__name__}: {value!r:.80}"
+            "an observation must be a str, a message or a list of messages, each with a role and content "
+            f"(text or parts); found {type(value).__name__}: {value!r:.80}"
         )
 
 
@@ -283,7 +283,8 @@ class Span:
         sampled = self.provenance is Provenance.SAMPLED
         if sampled != (self.log_probs is not None) or sampled != (self.policy_version is not None):
             raise InvariantError(
-                f"log_probs and policy_version belong to SAMPLED spans and only to them; this one is {self.provenance.name}"
+                "SAMPLED spans, and only these, have log_probs and a policy_version; "
+                f"this one is {self.provenance.name}"
             )
         if self.log_probs is not None:
             if len(self.log_probs) != len(self.ids):

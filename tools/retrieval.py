@@ -201,9 +201,8 @@ class HTTPRetriever:
         try:
             results = [[_passage(item) for item in items] for items in payload["result"]]
         except (KeyError, TypeError, AttributeError) as e:
-            raise InfraError(
-                f'{self._url}: expected {{"result": [[{{"document": {{"contents": ...}}}}]]}}, found {str(payload)[:120]}'
-            ) from e
+            expected = '{"result": [[{"document": {"contents": ...}}]]}'
+            raise InfraError(f"{self._url}: expected {expected}, found {str(payload)[:120]}") from e
         if len(results) != len(queries):
             raise InfraError(f"{self._url}: expected {len(queries)} lists of passages, found {len(results)}")
         return results

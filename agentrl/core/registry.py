@@ -74,7 +74,8 @@ class Registry:
         where, attribute = split_object(target)
         if not where.endswith(".py") and not all(map(str.isidentifier, where.split("."))):
             raise ConfigError(
-                f"{self.kind} {asked!r}: expected package.module:Object or file.py:Object, found {where!r} before the ':'"
+                f"{self.kind} {asked!r}: expected package.module:Object or file.py:Object, "
+                f"found {where!r} before the ':'"
             )
         try:
             module = load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)

@@ -112,7 +112,8 @@ async def fork(
     """
     if not 0 <= turn <= len(recorded.turns) - 1:
         raise ConfigError(
-            f"episode {recorded.episode_id} has turns 0 to {len(recorded.turns) - 1}; it cannot be forked at turn {turn}"
+            f"episode {recorded.episode_id} has turns 0 to {len(recorded.turns) - 1}; "
+            f"it cannot be forked at turn {turn}"
         )
     make_env = runner.make_env if observation is None else _edited(runner.make_env, turn, observation)
     spec = spec_of(recorded)
@@ -125,7 +126,8 @@ async def fork(
         )
         if generator.departure is not None or generator.turn <= turn - 1:
             raise StoreError(
-                f"episode {recorded.episode_id}: today's code does not reach turn {turn} as recorded; agentrl replay reports where it differs"
+                f"episode {recorded.episode_id}: today's code does not reach turn {turn} as recorded; "
+                "agentrl replay reports where it differs"
             )
         differs_at = _differs_at(recorded, trajectory)
         branches.append(Branch(number=number, seed=seed, trajectory=trajectory, differs_at=differs_at))

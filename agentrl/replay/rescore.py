@@ -129,18 +129,15 @@ class Change:
             for n, a, b in rows
         ]
         lines += ["", f"scores that change: {self.changed} of {len(self.today)}"]
-        lines.append(
-            f"pairs within a group whose order changes: {self.swapped} of {self.pairs}, {self.reversed} of them reversed"
-        )
-        lines.append(
-            f"groups in which an advantage ({self.estimator}) changes its sign: {self.flipped_groups} of {self.groups} ({len(self.flipped)} episodes)"
-        )
+        pairs = f"{self.swapped} of {self.pairs}, {self.reversed} of them reversed"
+        lines.append(f"pairs within a group whose order changes: {pairs}")
+        groups = f"{self.flipped_groups} of {self.groups} ({len(self.flipped)} episodes)"
+        lines.append(f"groups in which an advantage ({self.estimator}) changes its sign: {groups}")
         lines += [f"  group {g}, episode {e}: {a:+.3f} -> {b:+.3f}" for g, e, a, b in self.flipped[:10]]
         lines += ["  …"] if len(self.flipped) > 10 else []
         if self.failures:
-            lines.append(
-                f"rewards that failed: {len(self.failures)}, the first in episode {self.failures[0].episode_id}: {self.failures[0].cause}"
-            )
+            first = f"the first in episode {self.failures[0].episode_id}: {self.failures[0].cause}"
+            lines.append(f"rewards that failed: {len(self.failures)}, {first}")
         return "\n".join(lines)
 
 

@@ -47,8 +47,9 @@ class ToolLimiter:
         concurrency = limits.max_concurrency // processes
         if concurrency < 1:
             raise ContractError(
-                f"tool {spec.name} allows {limits.max_concurrency} concurrent calls over all episodes, fewer than the {processes} processes "
-                f"that share them; give at most --runner-processes {limits.max_concurrency}, or the tool a higher max_concurrency"
+                f"tool {spec.name} allows {limits.max_concurrency} concurrent calls over all episodes, fewer than the "
+                f"{processes} processes that share them; give at most --runner-processes {limits.max_concurrency}, "
+                "or the tool a higher max_concurrency"
             )
         self.slots = asyncio.Semaphore(concurrency)
         self.pool = TimeoutPool(
@@ -122,10 +123,7 @@ class ToolExecutor:
         started = time.perf_counter()
         async with limiter.slots:
             result = await self._attempts(spec, limiter, call, arguments)
-        elapsed = time.perf_counter() - started
-        return ToolResult(
-            call.id, call.name, result.content, result.is_error, result.full_bytes, result.sha256, elapsed, result.parts
-        )
+        return replace(result, duration_s=time.perf_counter() - started)
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
         fn = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)
