@@ -13,7 +13,7 @@ REFUSED = {
     "load": "to continue a run give --resume RUN; to start from other weights give --hf-checkpoint DIR",
     "save": "checkpoints are in the run folder; give --run DIR",
     "micro-batch-size": "micro-batches are packed by tokens; give --max-tokens-per-gpu",
-    "normalize-advantages": "advantages are normalised in the group (--advantage-estimator grpo) or not at all (dr_grpo)",
+    "normalize-advantages": "advantages are normalised in the group (--advantage-estimator grpo) or not (dr_grpo)",
     "true-on-policy-mode": "with --num-steps-per-rollout 1 the ratio is 1 by definition",
     "over-sampling-batch-size": "over-sampling is not supported; flat groups are counted as flat_groups",
     "partial-rollout": "partial rollouts are not supported; every rollout is finished",
