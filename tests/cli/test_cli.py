@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import QWEN3, TEMPLATE
 from doubles import FakeEngine
+from tiny_model import QWEN3, TEMPLATE
 
 from agentrl.cli.foreign_flags import REFUSED
 from agentrl.cli.main import main, make_parser
