@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures, failures_of
 from agentrl.errors import EngineFailure
-from agentrl.train.base import DeliveryReport, Trainer
+from agentrl.train.base import Receiver, Trainer
 from agentrl.weight_sync.verify import Expected, compare, expected_weights, probe_ids
 
 MEMORY = Path("/dev/shm")
+BUCKET_BYTES = 1 << 30
+TIMEOUT_S = 300.0
 COPIES = 4
 """Free shared memory required, in sizes of the model: a sync and a recovery may each write one copy, in float32 of a bfloat16 model."""
 
@@ -144,8 +146,25 @@ class FleetSync(WeightSync):
             failed, self.difference = await compare(engines, expected)
         return failed
 
-    def record_delivery(self, reports: Iterable[DeliveryReport]) -> Failures:
-        """Add up the reports of all pipeline stages; returns the servers that failed."""
+
+class DeliverySync(FleetSync):
+    """Brings weights from the trainer's ranks directly to the servers."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        folder: Path | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`bucket_bytes`: size of the buckets that tensors are packed into; `timeout_s`: limit for each request to a server."""
+        super().__init__(fleet, folder)
+        self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
+
+    async def deliver(self, trainer: Trainer, action: str, **arguments: Any) -> Failures:
+        """Run a delivery (see `Trainer.deliver`); returns the servers that failed."""
+        reports = await asyncio.to_thread(trainer.deliver, action, timeout_s=self.timeout_s, **arguments)
         failed: Failures = {}
         slowest = 0.0
         for report in reports:
@@ -156,6 +175,11 @@ class FleetSync(WeightSync):
                 failed[address] = EngineFailure(f"{address}{separator}{reason}", "engine: weight transfer")
         self.seconds["send_s"] = self.seconds.get("send_s", 0.0) + slowest
         return failed
+
+
+def receivers(engines: Sequence[SGLangEngine]) -> list[Receiver]:
+    """The engines as the trainer's ranks address them."""
+    return [Receiver(e.address, e.api.facts.tp_size) for e in engines]
 
 
 def healthy(engines: Sequence[SGLangEngine], failed: Failures) -> list[SGLangEngine]:

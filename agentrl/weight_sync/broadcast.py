@@ -9,35 +9,22 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 from agentrl.core.ports import free_port
 from agentrl.engine.sglang.engine import SGLangEngine
-from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures
 from agentrl.errors import EngineFailure
-from agentrl.train.base import Receiver, Trainer
-from agentrl.weight_sync.base import FleetSync, healthy, on_healthy
-from agentrl.weight_sync.colocated import BUCKET_BYTES
+from agentrl.train.base import Trainer
+from agentrl.weight_sync.base import DeliverySync, healthy, on_healthy, receivers
 
 
-class BroadcastSync(FleetSync):
+class BroadcastSync(DeliverySync):
     """For SGLang servers on separate GPUs."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        folder: Path | None = None,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        timeout_s: float = 300.0,
-    ) -> None:
-        super().__init__(fleet, folder)
-        self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
-        self._group = ""
-        """name of the groups; empty: none was formed yet"""
-        self._members: tuple[tuple[str, int], ...] = ()
-        """address and start count of the servers in the groups"""
+    _group = ""
+    """name of the groups; empty: none was formed yet"""
+    _members: tuple[tuple[str, int], ...] = ()
+    """address and start count of the servers in the groups"""
 
     async def update(self, trainer: Trainer, policy_version: int) -> None:
         expected = await self.expected(trainer)
@@ -53,7 +40,7 @@ class BroadcastSync(FleetSync):
                 self._members = ()
                 return _all_failed(engines, failed, "another engine failed", "engine: weight group")
             with self.clock("update_s"):
-                failed |= await self._deliver(trainer, "broadcast", bucket_bytes=self.bucket_bytes)
+                failed |= await self.deliver(trainer, "broadcast", bucket_bytes=self.bucket_bytes)
             if failed:  # the other servers may lack the last tensors, so all of them are discarded
                 self._members = ()
                 return _all_failed(engines, failed, "another engine of the group failed", "engine: weight transfer")
@@ -71,10 +58,10 @@ class BroadcastSync(FleetSync):
         if self._group:
             await asyncio.gather(*(self._leave(e, s) for e in engines for s in range(trainer.stages)))
         self._group, self._members = f"agentrl-{uuid.uuid4().hex[:8]}", ()
-        failed = await self._deliver(
+        failed = await self.deliver(
             trainer,
             "open_group",
-            receivers=[Receiver(e.address, e.api.facts.tp_size) for e in engines],
+            receivers=receivers(engines),
             ports=[free_port() for _ in range(trainer.stages)],
             name=self._group,
             backend="gloo" if engines[0].api.facts.device == "cpu" else "nccl",
@@ -90,10 +77,6 @@ class BroadcastSync(FleetSync):
             await engine.api.command("/destroy_weights_update_group", body)
         except EngineFailure:
             return  # it was restarted and is not a member
-
-    async def _deliver(self, trainer: Trainer, action: str, **arguments: object) -> Failures:
-        reports = await asyncio.to_thread(trainer.deliver, action, timeout_s=self.timeout_s, **arguments)
-        return self.record_delivery(reports)
 
 
 def _all_failed(engines: Sequence[SGLangEngine], failed: Failures, reason: str, cause: str) -> Failures:

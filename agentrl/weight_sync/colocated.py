@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +10,13 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures
 from agentrl.errors import EngineFailure
-from agentrl.train.base import Receiver, Trainer
-from agentrl.weight_sync.base import FleetSync, healthy, on_healthy
+from agentrl.train.base import Trainer
+from agentrl.weight_sync.base import BUCKET_BYTES, TIMEOUT_S, DeliverySync, healthy, on_healthy, receivers
 from agentrl.weight_sync.gpu_sharing import GpuSharing
 from agentrl.weight_sync.verify import Expected
 
-BUCKET_BYTES = 1 << 30
 
-
-class ColocatedSync(FleetSync):
+class ColocatedSync(DeliverySync):
     """For SGLang servers on the trainer's machine."""
 
     def __init__(
@@ -28,12 +25,11 @@ class ColocatedSync(FleetSync):
         folder: Path | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        timeout_s: float = 300.0,
+        timeout_s: float = TIMEOUT_S,
         share_gpus: bool = True,
     ) -> None:
         """`share_gpus`: engine and trainer use the same GPUs, so only one of them has its memory there at a time."""
-        super().__init__(fleet, folder)
-        self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
+        super().__init__(fleet, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         self.sharing = GpuSharing(fleet) if share_gpus else None
 
     @property
@@ -53,7 +49,8 @@ class ColocatedSync(FleetSync):
                 await self.sharing.before_transfer(trainer, engines, failed)
             await on_healthy(engines, failed, lambda e: e.begin_weights(bracket=True))
             with self.clock("update_s"):
-                failed |= await self._deliver(trainer, healthy(engines, failed))
+                if targets := receivers(healthy(engines, failed)):
+                    failed |= await self.deliver(trainer, "tensors", receivers=targets, bucket_bytes=self.bucket_bytes)
             expected = await self.expected(trainer)
             if self.sharing:
                 await self.sharing.after_transfer(trainer, engines, failed)
@@ -66,18 +63,6 @@ class ColocatedSync(FleetSync):
         await self.fleet.transfer(send, policy_version)
         if self.sharing:
             await self.sharing.after_update()
-
-    async def _deliver(self, trainer: Trainer, engines: Sequence[SGLangEngine]) -> Failures:
-        if not engines:
-            return {}
-        reports = await asyncio.to_thread(
-            trainer.deliver,
-            "tensors",
-            receivers=[Receiver(e.address, e.api.facts.tp_size) for e in engines],
-            bucket_bytes=self.bucket_bytes,
-            timeout_s=self.timeout_s,
-        )
-        return self.record_delivery(reports)
 
     def memory(self) -> dict[str, float]:
         free = self.sharing.free_mib if self.sharing else {}

@@ -1,4 +1,4 @@
-"""From scores to advantages: by group, by the table of design §6, equal rewards teach nothing."""
+"""From scores to advantages: by group, by the treatment of truncated episodes; equal rewards have advantage 0."""
 
 import itertools
 import math

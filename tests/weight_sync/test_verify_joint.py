@@ -266,7 +266,7 @@ async def test_a_dead_servers_sessions_are_dropped(servers):
     for n in range(2):
         await fleet.generate([1], FIVE, session=f"more{n}")
     await fleet.generate([1], FIVE, session=forgotten)
-    assert forgotten in second.sessions, "it is placed anew, where there is most room"
+    assert forgotten in second.sessions, "it is placed again, on the server with the fewest sessions"
     await fleet.close()
 
 

@@ -7,7 +7,7 @@ unbounded. A server's failure is part of the report, not an exception: the other
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -36,25 +36,11 @@ class Sender:
         self.copy = parallel_state.get_data_parallel_rank()
         self.sends = self.copy == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
-        self._views: list[tuple[str, Tensor, list[int]]] = []
-        self._storages: list[int] = []
-        """the storages of the parameters that `_views` refer to"""
 
-    def _weights(self) -> Iterable[tuple[str, Tensor, list[int]]]:
-        """(name, tensor, shape) of every weight. Without tensor parallelism these are views of the parameters, which are cached until the
-        parameters' storages change.
-        """
-        built, group = self.built, parallel_state.get_tensor_model_parallel_group()
-        storages = [p.data.untyped_storage()._cdata for p in built.model.parameters()]
-        if self._views and self._storages == storages:
-            return self._views
-        weights = gather_views(built.model, built.layout, group, lambda p: p.data)
-        if group.size() > 1:
-            return weights
-        views = list(weights)
-        if {t.untyped_storage()._cdata for _, t, _ in views} <= set(storages):
-            self._views, self._storages = views, storages
-        return views
+    def _weights(self) -> Iterator[tuple[str, Tensor, list[int]]]:
+        """(name, tensor, shape) of every weight; all ranks of a tensor-parallel group must consume it."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        return gather_views(self.built.model, self.built.layout, group, lambda p: p.data)
 
     def checksums(self, kind: str) -> dict[str, str] | None:
         """A checksum (see server_checksums.py) of every parameter, under the server's names."""
