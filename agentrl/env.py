@@ -271,6 +271,7 @@ def register_env(name: str) -> Callable[[type[Env]], type[Env]]:
         ... class Coin(Env):
         ...     def step(self, action):
         ...         return StepResult(terminated=True)
+        >>> from agentrl.env import make_env_class
         >>> make_env_class("coin").__name__
         'Coin'
     """

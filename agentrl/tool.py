@@ -99,6 +99,7 @@ class Tool:
         ...         '''
         ...         self.lines.append(line)
         ...         return " / ".join(self.lines)
+        >>> from agentrl.tool import spec_of
         >>> spec_of(Notebook()).schema["function"]["name"]
         'notebook'
     """
@@ -152,6 +153,7 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
         ...     return a + b
         >>> add(1, 2)
         3
+        >>> from agentrl.tool import spec_of
         >>> spec_of(add).parameters["properties"]["a"]
         {'description': 'the first number', 'type': 'integer'}
     """

@@ -345,7 +345,7 @@ class Trajectory:
 
     Example:
         An episode of two turns: the policy searches, reads the result and answers. These are its ids, with the embedded model's tokenizer.
-        The policy sampled the underlined ones; only they are trained::
+        The policy sampled the underlined ones; only they are trained:
 
             turn  provenance   text                                     ids
             -1    PROMPT       <|im_start|>user⏎Swiss capital?<|im_…      1 452 279 201 53 89 530 328 33 2 201 1 547 353 666 201
@@ -357,6 +357,7 @@ class Trajectory:
              1    SAMPLED      <answer>Bern</answer>                    2046 36 340 2047
                                                                         ----------------
 
+        >>> from agentrl.types import Action, Observation, Provenance, Segment, Span, StopReason, ToolCall, ToolResult, Turn
         >>> segment = Segment((
         ...     Span(Provenance.PROMPT, (1, 452, 279, 201, 53, 89, 530, 328, 33, 2, 201, 1, 547, 353, 666, 201)),
         ...     Span(Provenance.SAMPLED, (2042, 53, 89, 530, 328, 2043), 0, (-0.9, -0.1, -0.9, -0.9, -0.2, -0.4), policy_version=3),

@@ -5,15 +5,30 @@ import doctest
 import inspect
 import textwrap
 
+import docstring_parser
 import pytest
 from doubles import EMBEDDED, play
 
-from agentrl import Sample, Task, ToolEnv, Trajectory, env, errors, tool, types
-from agentrl import reward as reward_decorator
+import agentrl
+from agentrl import (
+    Env,
+    Observation,
+    Sample,
+    Task,
+    Tool,
+    ToolEnv,
+    Trajectory,
+    env,
+    errors,
+    register_env,
+    reward,
+    tool,
+    types,
+)
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.train.sample import to_samples
 
-MODULES = [types, errors, env, inspect.getmodule(tool), inspect.getmodule(reward_decorator)]
+MODULES = [types, errors, env, inspect.getmodule(tool), inspect.getmodule(reward)]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
@@ -21,6 +36,20 @@ def test_the_examples_run(module):
     outcome = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert outcome.attempted
     assert not outcome.failed
+
+
+@pytest.mark.parametrize("name", sorted({*agentrl.__all__} - {"AgentRLError", "Reward"}))
+def test_every_public_name_has_an_example(name):
+    assert "Example" in getattr(agentrl, name).__doc__
+
+
+METHODS = [Env.reset, Env.step, Env.tasks, Env.check_task, Tool.setup, Observation.of, register_env, reward, tool]
+
+
+@pytest.mark.parametrize("function", METHODS, ids=lambda f: f.__qualname__)
+def test_every_argument_of_the_public_api_is_documented(function):
+    documented = {p.arg_name.lstrip("*") for p in docstring_parser.parse(inspect.getdoc(function)).params}
+    assert documented == inspect.signature(function).parameters.keys() - {"self"}
 
 
 def documented_trajectory():
@@ -32,12 +61,12 @@ def documented_trajectory():
 
 def documented_sample():
     """The keyword arguments of the call in the docstring of `Sample`."""
-    text = textwrap.dedent(inspect.getdoc(Sample).partition("::")[2])
+    text = textwrap.dedent(inspect.getdoc(Sample).partition("rounded):")[2])
     call = ast.parse(text.strip(), mode="eval").body
     return {k.arg: k.value for k in call.keywords}
 
 
-@reward_decorator
+@reward
 def correct(trajectory):
     return float(trajectory.answer == trajectory.label)
 

@@ -37,7 +37,7 @@ class Sample:
 
     Example:
         The episode of two turns in the docstring of `agentrl.Trajectory` gives one sample. Its response is six sampled tokens, six tokens
-        of template and observation, and four sampled tokens (values rounded)::
+        of template and observation, and four sampled tokens (log-probs rounded):
 
             Sample(
                 tokens=[1, 452, 279, 201, 53, 89, 530, 328, 33, 2, 201, 1, 547, 353, 666, 201,
