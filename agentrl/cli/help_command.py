@@ -74,8 +74,8 @@ def _explain_option(name: str, commands: Commands) -> str:
 def _explain_megatron(name: str, commands: Commands) -> str:
     from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, megatron_flags
 
-    if decides := DECIDED_BY_TRAINER.get(name.replace("-", "_")):
-        return f"--{name} is a setting of Megatron that cannot be set; what decides it: {decides}"
+    if reason := DECIDED_BY_TRAINER.get(name.replace("-", "_")):
+        return f"--{name} is a setting of Megatron that cannot be set: {reason}"
     specs = megatron_flags()
     if name not in specs:
         actions = (action for parser in commands.parsers.values() for action in parser._actions)

@@ -145,7 +145,7 @@ class DeltaProver:
         start, end = min(((text.find(e), e) for e in self._ends if e in text), default=(-1, ""))
         if start < 0:
             raise TemplateError(
-                "the template does not end the assistant's turn with a token of the tokenizer before these messages"
+                "the template does not end the assistant's turn with an added token of the tokenizer before these messages"
             )
         rest = text[start + len(end) :]
         return end, (*((rest,) if rest else ()), *parts[at + 1 :])

@@ -36,7 +36,7 @@ class Images:
         """The processor of a model folder, or None if the model has none. `added`: the tokenizer's added tokens.
 
         Raises:
-            TemplateError: the processor is of another shape, or the tokenizer lacks its placeholder.
+            TemplateError: the processor is not like Qwen-VL's, or the tokenizer lacks its placeholder token.
         """
         if not (Path(folder) / "preprocessor_config.json").exists():
             return None
@@ -50,8 +50,8 @@ class Images:
         required = ("merge_size", "get_number_of_image_patches")
         if placeholder is None or not all(hasattr(processor, name) for name in required):
             raise TemplateError(
-                f"{folder}: expected an image processor of the Qwen-VL shape ({_PLACEHOLDERS[0]}, merge_size), "
-                "found another; only that shape is supported"
+                f"{folder}: only image processors like Qwen-VL's are supported, with the token {_PLACEHOLDERS[0]} and a merge_size; "
+                f"found {type(processor).__name__}"
             )
         return cls(processor, added[placeholder])
 

@@ -178,7 +178,7 @@ class Tokenizer:
             if not any(base <= c < base + len(self._names) for c in used):
                 return base
         raise TemplateError(
-            "content uses every private-use range that could stand in for added tokens; remove those characters from it"
+            "the content uses every private-use character range that can represent added tokens; remove private-use characters from it"
         )
 
     def escape(self, text: str, base: int, keep: Container[str] = ()) -> str:

@@ -53,8 +53,8 @@ async def replay_group(
     Args:
         runner: a runner with the seed and temperature of the episodes; its engine is not used.
         members: the recorded episodes.
-        live: names of tools that are really called. None: results are taken from the record; an episode that then differs, and whose tools
-            are methods of its environment (which they may change), is replayed again with those called. The replay that gets further counts.
+        live: names of tools to call again. None: recorded results are used. If the episode then differs and it has tools that are methods of its
+            environment, which they may change, it is replayed a second time with these tools called; the replay that gets further is used.
         outputs: full outputs of tools that were saved with the record, to report where one differs.
     """
     full_outputs = _FullOutputs(runner, outputs)

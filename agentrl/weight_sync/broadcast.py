@@ -19,7 +19,7 @@ from agentrl.weight_sync.base import DeliverySync, healthy, on_healthy, receiver
 
 
 class BroadcastSync(DeliverySync):
-    """For SGLang servers on separate GPUs."""
+    """Sync by broadcast, for SGLang servers on separate GPUs."""
 
     _group = ""
     """name of the groups; empty: none was formed yet"""

@@ -17,7 +17,7 @@ from agentrl.weight_sync.verify import Expected
 
 
 class ColocatedSync(DeliverySync):
-    """For SGLang servers on the trainer's machine."""
+    """Sync by handles of shared memory, for SGLang servers on the trainer's machine."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ async def exported_weights(sync: WeightSync, trainer: Trainer, policy_version: i
 
 
 class LocalDiskSync(WeightSync):
-    """For an engine in this process. The engine checks the fingerprint of what was written before it takes the weights."""
+    """Sync by a folder, for an engine in this process. The engine verifies the folder's fingerprint before it loads the weights."""
 
     async def update(self, trainer: Trainer, policy_version: int) -> None:
         async with exported_weights(self, trainer, policy_version) as manifest:
@@ -37,7 +37,7 @@ class LocalDiskSync(WeightSync):
 
 
 class DiskSync(FleetSync):
-    """For SGLang servers that can read the folder, on this machine or another."""
+    """Sync by a folder that the SGLang servers can read, on this machine or another."""
 
     async def update(self, trainer: Trainer, policy_version: int) -> None:
         async with exported_weights(self, trainer, policy_version) as manifest:

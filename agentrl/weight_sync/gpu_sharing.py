@@ -49,7 +49,7 @@ class GpuSharing:
             await self.offload(trainer)
 
     async def before_transfer(self, trainer: Trainer, engines: Sequence[SGLangEngine], failed: Failures) -> None:
-        """Have the memory of the trainer and of the engines' weights in place."""
+        """Load the trainer's memory, and allocate the memory of the engines' weights."""
         if self.yielded:  # a server that came back in the meantime is awake
             await on_healthy(engines, failed, lambda e: e.sleep(ALL_MEMORY))
         await self.onload(trainer)
@@ -65,7 +65,7 @@ class GpuSharing:
         await self.note(trainer, "rollout")
 
     async def after_update(self) -> None:
-        """All servers are awake; the fleet serves again."""
+        """Mark the GPUs as the engine's again: all servers are awake."""
         if self.yielded:
             self.yielded = False
             await self.fleet.wake((), ready=True)

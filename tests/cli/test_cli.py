@@ -289,7 +289,7 @@ def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, caps
         ("wieght_decay = 0.1", "megatron-core has no setting 'wieght_decay'; did you mean 'weight_decay'"),
         ('weight_decay = "much"', "weight_decay takes a value of type float; found 'much'"),
         ("tensor_model_parallel_size = true", "takes a value of type int; found True"),
-        ("bf16 = true", "bf16 cannot be set; what decides it: the trainer's dtype"),
+        ("bf16 = true", "bf16 cannot be set: it follows from --dtype"),
     ],
 )
 def test_mistakes_in_megatrons_table(here, model, capsys, line, message):

@@ -113,7 +113,7 @@ def test_a_flag_of_megatron_is_explained(capsys):
     text = printed(capsys, "help", "--weight-decay")
     for line in ("--weight-decay VALUE", "type:     a number", "default:  0.01", "TOML:     [megatron] weight_decay"):
         assert line in text
-    assert "what decides it: the trainer's dtype" in printed(capsys, "help", "bf16")
+    assert "cannot be set: it follows from --dtype" in printed(capsys, "help", "bf16")
     text = printed(capsys, "help", "recompute-granularity")
     assert "choices:  full, selective" in text
     assert "sets recompute_granularity = selective" in printed(capsys, "help", "recompute-activations")

@@ -107,19 +107,19 @@ ALIASES: Mapping[str, tuple[str, Any]] = {
 """Flags of Megatron-LM that are not named like a field: the field, and the value that the flag sets (None: the flag takes a value)."""
 
 DECIDED_BY_TRAINER: Mapping[str, str] = {
-    "bf16": "the trainer's dtype",
-    "fp16": "the trainer's dtype",
-    "params_dtype": "the trainer's dtype",
-    "pipeline_dtype": "the trainer's dtype",
-    "lr": "the learning rate of the run",
-    "min_lr": "the learning rate of the run",
-    "calculate_per_token_loss": "nothing; losses are always plain sums",
-    "variable_seq_lengths": "nothing; each micro-batch has its own length",
-    "perform_initialization": "nothing; all weights are loaded from the model",
-    "timers": "nothing",
-    "config_logger_dir": "nothing",
+    "bf16": "it follows from --dtype",
+    "fp16": "it follows from --dtype",
+    "params_dtype": "it follows from --dtype",
+    "pipeline_dtype": "it follows from --dtype",
+    "lr": "it follows from --lr and its schedule",
+    "min_lr": "it follows from --lr and its schedule",
+    "calculate_per_token_loss": "losses are always plain sums",
+    "variable_seq_lengths": "every micro-batch has its own length",
+    "perform_initialization": "all weights are loaded from the model",
+    "timers": "the trainer does not use it",
+    "config_logger_dir": "the trainer does not use it",
 }
-"""Fields that cannot be set, and what decides them."""
+"""Fields that cannot be set, and why."""
 
 
 @cache

@@ -104,7 +104,7 @@ def _check_names(settings: Settings) -> None:
     specs = {spec.field: spec for spec in megatron_flags().values()}
     for name, value in settings.items():
         if name in DECIDED_BY_TRAINER:
-            raise ConfigError(f"[megatron] {name} cannot be set; what decides it: {DECIDED_BY_TRAINER[name]}")
+            raise ConfigError(f"[megatron] {name} cannot be set: {DECIDED_BY_TRAINER[name]}")
         if name not in specs:
             raise ConfigError(f"[megatron]: megatron-core has no setting {name!r}{suggest(name, specs)}")
         _check_type(specs[name], value)
