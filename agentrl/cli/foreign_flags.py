@@ -54,7 +54,7 @@ def split_sglang(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_megatron(words: Sequence[str], ours: Iterable[str]) -> dict[str, Any]:
-    """Megatron's settings by field name, from words that are not flags of ours; `ours` are suggested for misspelled flags.
+    """Megatron's settings by field name, from words that are not flags of agentrl; `ours` are suggested for misspelled flags.
 
     Raises:
         ConfigError: A flag is unknown or refused, or has no value.

@@ -1,6 +1,6 @@
 """Child processes that end with their parent, also when the parent is killed, and the ending of whole sessions of processes (Linux).
 
-A Python process of ours calls `exit_with_parent`. Another program is started behind `killed_with_parent(command)`.
+A Python process of agentrl calls `exit_with_parent`. Any other program is started by the command `killed_with_parent(command)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EXEC = (
 
 
 def killed_with_parent(command: Sequence[str]) -> list[str]:
-    """The command behind a small program that sets PR_SET_PDEATHSIG and then becomes it: the kernel kills it with its parent.
+    """Wrap a command in a small program that sets PR_SET_PDEATHSIG and then executes it: the kernel kills it with its parent.
 
     The parent is the *thread* that starts the command. A function run between fork and exec could deadlock, hence the program.
     """
@@ -44,7 +44,7 @@ def exit_now() -> NoReturn:
 
 
 def session_members(session: int) -> list[int]:
-    """The processes of a session, zombies left out."""
+    """Return the processes of a session, except zombies."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

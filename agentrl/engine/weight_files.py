@@ -28,7 +28,7 @@ def check_fingerprint(weights: WeightsManifest) -> None:
     if computed != weights.fingerprint:
         raise EngineFailure(
             f"the weights in {weights.path} have fingerprint {computed}, expected {weights.fingerprint}; "
-            "they were changed or cut off on the way: send them again",
+            "they were changed or truncated in transit; send them again",
             "weights fingerprint",
         )
 

@@ -30,11 +30,11 @@ class Fleet:
     """An `Engine` made of SGLang servers.
 
     A session stays on one server. Generations go to ready members and wait, for a bounded time, while there is none. A failure that leaves the
-    state of a server unknown takes it out. A background task then brings it back: it restarts servers of ours, waits for external ones, and
-    has the current weights restored.
+    state of a server unknown takes it out. A background task then brings it back: it restarts a server that agentrl started, or waits for an
+    external one, and has the current weights restored.
 
     Args:
-        members: engines, with their processes if the servers are ours.
+        members: engines, with their processes if agentrl starts the servers.
         patience_s: how long a generation waits for a ready member. A weight update waits at least `start_timeout_s`.
         start_timeout_s: how long a server may take to start.
     """

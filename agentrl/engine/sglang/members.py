@@ -16,7 +16,7 @@ from agentrl.errors import EngineFailure, Failure
 logger = logging.getLogger(__name__)
 
 UNHEALTHY_S = 60.0
-"""A server of ours that runs without answering is restarted after this time."""
+"""A server that agentrl started and that does not answer is restarted after this time."""
 Failures = dict[str, EngineFailure]
 """failures by the engine's address"""
 
