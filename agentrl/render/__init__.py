@@ -1,4 +1,4 @@
-"""Messages to token ids and sampled text to actions, exactly: one small file per family over one shared mechanism."""
+"""Messages to token ids, and sampled ids to actions: exact for every model whose chat template can be proven."""
 
 from agentrl.render.base import ActionFormat, Delta, HistoryPolicy
 from agentrl.render.context_policy import ContextPolicy, ContextView, DropOldTurns, Summarise, TruncateOldResults
