@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from statistics import fmean
 from typing import Any, overload
 
 from agentrl.core.name_syntax import split_weight
@@ -192,3 +193,14 @@ def _number(name: str, value: Any) -> float:
             f"reward {name} must be a finite number or None, found {value!r:.60}", f"reward {name}: not a number"
         )
     return number
+
+
+def component_means(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each reward component over the episodes in which it did not abstain."""
+    values: dict[str, list[float]] = {}
+    for t in episodes:
+        for name, value in t.rewards.items():
+            values.setdefault(name, [])
+            if value is not None:
+                values[name].append(value)
+    return {name: fmean(v) for name, v in values.items() if v}

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from agentrl.errors import RewardFailure
-from agentrl.reward import Scorer
+from agentrl.reward import Scorer, component_means
 from agentrl.train.advantage import EQUAL, group_advantages
 from agentrl.types import Group, Status, StopReason, Trajectory
 
@@ -103,7 +103,7 @@ class Change:
         """(component, then, today), the score last; empty if nothing could be scored."""
         if not self.today:
             return []
-        before, after = _means(self.then), _means(self.today)
+        before, after = component_means(self.then), component_means(self.today)
         rows = [(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
         return [*rows, ("score", fmean(t.score for t in self.then), fmean(t.score for t in self.today))]
 
@@ -139,16 +139,6 @@ class Change:
             first = f"the first in episode {self.failures[0].episode_id}: {self.failures[0].cause}"
             lines.append(f"rewards that failed: {len(self.failures)}, {first}")
         return "\n".join(lines)
-
-
-def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of every component over the episodes in which it did not abstain."""
-    values: dict[str, list[float]] = {}
-    for t in trajectories:
-        for name, value in t.rewards.items():
-            if value is not None:
-                values.setdefault(name, []).append(value)
-    return {name: fmean(v) for name, v in values.items()}
 
 
 def _order(a: float, b: float) -> int:

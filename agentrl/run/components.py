@@ -90,7 +90,11 @@ class Components:
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
         self.trains = trains
-        self.servers = self._servers()
+        self.servers: ServerPlan | None = None
+        if config.engine.engine == "sglang":
+            from agentrl.engine.sglang.plan import plan_servers
+
+            self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
 
     async def require_env(self) -> None:
@@ -168,9 +172,12 @@ class Components:
 
     def runner(self, generator: Generator, settings: RunnerSettings, *, processes: int = 1) -> EpisodeRunner:
         """A runner of the environment. `processes`: the number of runner processes, which share the limits of tools."""
-        r = self.config.rollout
         if self._pools is None:
             self._pools = ThreadPools(self.env_class, settings.keep, processes)
+        r = self.config.rollout
+        sampling = SamplingParams(
+            max_new_tokens=1, temperature=settings.temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
+        )
         return EpisodeRunner(
             make_env=self.make_env,
             env_class=self.env_class,
@@ -178,9 +185,7 @@ class Components:
             renderer=self.renderer,
             scorer=self.scorer,
             limits=self.limits(),
-            sampling=SamplingParams(
-                max_new_tokens=1, temperature=settings.temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
-            ),
+            sampling=sampling,
             seed=settings.seed,
             context_policy=self.context_policy,
             pools=self._pools,
@@ -193,18 +198,12 @@ class Components:
         count = self.config.rollout.runner_processes
         if count == 1 or not isinstance(engine, Fleet):
             return None
-        servers = EngineSettings(
-            engine="sglang", rollout_external_engine_addrs=tuple(m.engine.address for m in engine.members)
-        )
-        config = replace(
-            self.config, engine=servers, sglang={}, model=replace(self.config.model, hf_checkpoint=str(self.folder))
-        )
-        return ProcessPool(
-            functools.partial(runner_maker, config),
-            count,
-            self.scorer,
-            on_notice=lambda down: engine.suspect(*down),
-        )
+        addresses = tuple(member.engine.address for member in engine.members)
+        servers = EngineSettings(engine="sglang", rollout_external_engine_addrs=addresses)
+        model = replace(self.config.model, hf_checkpoint=str(self.folder))
+        config = replace(self.config, engine=servers, sglang={}, model=model)
+        factory = functools.partial(runner_maker, config)
+        return ProcessPool(factory, count, self.scorer, on_notice=lambda down: engine.suspect(*down))
 
     def engine(self, run_dir: Path | None = None) -> Engine:
         """The engine of `--engine`, not started. The logs of servers go into `run_dir`."""
@@ -287,13 +286,6 @@ class Components:
                 f"{self.folder}: its chat template omits tools, so the policy would not see {', '.join(tools)} of environment "
                 f"{env.label()}; describe them in its system_prompt, or set shows_tools = True if its other prompts describe them"
             )
-
-    def _servers(self) -> ServerPlan | None:
-        if self.config.engine.engine != "sglang":
-            return None
-        from agentrl.engine.sglang.plan import plan_servers
-
-        return plan_servers(self.config, self.folder, self.context_length, trains=self.trains)
 
     def _context_length(self) -> int:
         model = self._model_config()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from agentrl.reward import component_means
 from agentrl.rollout.failures import CauseTable
 from agentrl.train.advantage import EQUAL
 from agentrl.types import Group, Status, Trajectory
@@ -50,17 +51,6 @@ def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int
     }
     metrics |= {f"abstained/{name}": count for name, count in abstentions(episodes).items()}
     return metrics | {f"reward/{name}": mean for name, mean in component_means(episodes).items()}
-
-
-def component_means(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of each reward component over the episodes in which it did not abstain."""
-    values: dict[str, list[float]] = {}
-    for t in episodes:
-        for name, value in t.rewards.items():
-            values.setdefault(name, [])
-            if value is not None:
-                values[name].append(value)
-    return {name: fmean(v) for name, v in values.items() if v}
 
 
 def abstentions(episodes: Sequence[Trajectory]) -> dict[str, float]:

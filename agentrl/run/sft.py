@@ -51,16 +51,8 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
             started = time.perf_counter()
             for step, batch in enumerate(batches):
                 lr = sft_learning_rate(config, step, len(batches))
-                metrics = await asyncio.to_thread(
-                    recorded_step,
-                    trainer,
-                    folder,
-                    sft_rows(batch, config),
-                    LossConfig(kind="sft"),
-                    lr,
-                    step=step,
-                    optimizer_step=step + 1,
-                )
+                rows = sft_rows(batch, config)
+                metrics = await recorded_step(trainer, folder, rows, LossConfig(kind="sft"), lr, step, step + 1)
                 folder.metrics.write({"step": step, **{f"train/{name}": value for name, value in metrics.items()}})
                 if step % PROGRESS_STEPS == 0 or step == len(batches) - 1:
                     log.echo(

@@ -112,18 +112,7 @@ class TrainingRun(EpisodeRun):
         steps = []
         for rows in batches:
             self.optimizer_step += 1
-            steps.append(
-                await asyncio.to_thread(
-                    recorded_step,
-                    self.trainer,
-                    self.folder,
-                    rows,
-                    loss,
-                    lr,
-                    step=step,
-                    optimizer_step=self.optimizer_step,
-                )
-            )
+            steps.append(await recorded_step(self.trainer, self.folder, rows, loss, lr, step, self.optimizer_step))
         metrics: dict[str, float] = {"train/steps": len(batches), "train/rows": sum(map(len, batches))}
         metrics |= {f"train/{name}": mean for name, mean in mean_over_steps(steps).items()}
         return StageReport(metrics, {"train_s": time.perf_counter() - started})
@@ -183,18 +172,17 @@ class TrainingRun(EpisodeRun):
         return rollouts % self.config.run.save_interval == 0 or rollouts == self.config.rollout.num_rollout
 
 
-def recorded_step(
+async def recorded_step(
     trainer: Trainer,
     folder: RunFolder,
     rows: Sequence[Row],
     loss: LossConfig,
     lr: float,
-    *,
     step: int,
     optimizer_step: int,
 ) -> dict[str, float]:
     """Take one optimizer step and record what the trainer was given; returns the step's metrics."""
-    metrics = trainer.step(rows, loss, lr)
+    metrics = await asyncio.to_thread(trainer.step, rows, loss, lr)
     log_probs = metrics.pop("log_probs")
     values = {"step": step, "optimizer_step": optimizer_step, "loss": asdict(loss), "lr": lr}
     folder.episodes.write_step(**step_record(rows, trainer, log_probs, **values), metrics=metrics)
