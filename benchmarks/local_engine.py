@@ -40,16 +40,16 @@ def build_model(folder: Path) -> None:
 
 
 class Load:
-    """`n` episodes at once on one engine."""
+    """Concurrent episodes on one engine."""
 
-    def __init__(self, engine: LocalEngine, n: int) -> None:
+    def __init__(self, engine: LocalEngine, size: int) -> None:
         self.engine = engine
-        self.n = n
+        self.size = size
         draw = random.Random(0)
-        self.contexts = [[draw.randrange(2000) for _ in range(draw.randrange(100, 400))] for _ in range(n)]
-        self.deltas = [[draw.randrange(2000) for _ in range(draw.randrange(100, 200))] for _ in range(2 * n)]
+        self.contexts = [[draw.randrange(2000) for _ in range(draw.randrange(100, 400))] for _ in range(size)]
+        self.deltas = [[draw.randrange(2000) for _ in range(draw.randrange(100, 200))] for _ in range(2 * size)]
 
-    async def ask(self, i: int, ids: list[int], new: int) -> Generation:
+    async def generate(self, i: int, ids: list[int], new: int) -> Generation:
         params = SamplingParams(new, seed=i, ignore_eos=True)
         return await self.engine.generate(ids, params, session=str(i))
 
@@ -57,41 +57,41 @@ class Load:
         ids = list(self.contexts[i])
         turns = []
         for turn in range(3):
-            turns.append(await self.ask(i, ids, 16))
+            turns.append(await self.generate(i, ids, 16))
             ids += [*turns[-1].ids, *self.deltas[(2 * i + turn) % len(self.deltas)]]
         await self.engine.release(str(i))
         return turns
 
     async def sampling(self, new: int = 16) -> float:
-        """Sampled tokens per second, prefill taken off: contexts are cached up to their last piece and asked for twice."""
+        """Sampled tokens per second without prefill: a first generation has cached the contexts."""
         async with asyncio.TaskGroup() as group:
-            warm = [group.create_task(self.ask(i, self.contexts[i], 1)) for i in range(self.n)]
+            warm = [group.create_task(self.generate(i, self.contexts[i], 1)) for i in range(self.size)]
         longer = [[*self.contexts[i], *t.result().ids] for i, t in enumerate(warm)]
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for i in range(self.n):
-                group.create_task(self.ask(i, longer[i], new))
+            for i in range(self.size):
+                group.create_task(self.generate(i, longer[i], new))
         seconds = time.perf_counter() - start
-        for i in range(self.n):
+        for i in range(self.size):
             await self.engine.release(str(i))
-        return self.n * new / seconds
+        return self.size * new / seconds
 
     async def prefill(self) -> float:
         """Context tokens per second, each context followed by one sampled token."""
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for i in range(self.n):
-                group.create_task(self.ask(i, self.contexts[i], 1))
+            for i in range(self.size):
+                group.create_task(self.generate(i, self.contexts[i], 1))
         seconds = time.perf_counter() - start
-        for i in range(self.n):
+        for i in range(self.size):
             await self.engine.release(str(i))
         return sum(map(len, self.contexts)) / seconds
 
     async def episodes(self) -> tuple[float, list[list[Generation]]]:
-        """Sampled tokens per second over whole episodes, and what they said."""
+        """Sampled tokens per second over whole episodes, and their generations."""
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.episode(i)) for i in range(self.n)]
+            tasks = [group.create_task(self.episode(i)) for i in range(self.size)]
         seconds = time.perf_counter() - start
         turns = [t.result() for t in tasks]
         return sum(len(g.ids) for t in turns for g in t) / seconds, turns
@@ -101,36 +101,37 @@ async def measure(model: Path, loads: list[int], threads: int | None, repeats: i
     engine = LocalEngine(model, max_running=max(loads), threads=threads)
     await engine.start()
     print(await engine.health())
-    first: list[Generation] = []
-    base = 0.0
+    lowest = 0.0
     print(
-        f"{'requests':>8} {'sampling tok/s':>15} {'ratio':>6} {'prefill tok/s':>14} {'episodes tok/s':>15}  same bits"
+        f"{'requests':>8} {'sampling tok/s':>15} {'ratio':>6} {'prefill tok/s':>14} {'episodes tok/s':>15}  bit-exact"
     )
-    for n in loads:
-        load = Load(engine, n)
+    for size in loads:
+        load = Load(engine, size)
         sampling = max([await load.sampling() for _ in range(repeats)])
         prefill = max([await load.prefill() for _ in range(repeats)])
         rates = [await load.episodes() for _ in range(repeats)]
-        base = base or sampling
-        alone = Load(engine, n)
-        first = await alone.episode(0)
-        same = all(turns[0] == first for _, turns in rates)
-        print(
-            f"{n:8d} {sampling:15.0f} {sampling / base:6.1f} {prefill:14.0f} {max(r for r, _ in rates):15.0f}  {same}"
-        )
+        lowest = lowest or sampling
+        alone = await Load(engine, size).episode(0)
+        exact = all(turns[0] == alone for _, turns in rates)
+        fastest = max(rate for rate, _ in rates)
+        print(f"{size:8d} {sampling:15.0f} {sampling / lowest:6.1f} {prefill:14.0f} {fastest:15.0f}  {exact}")
     await engine.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model folder; default: a random small Qwen3")
-    parser.add_argument("--loads", default="1,7,64,128")
-    parser.add_argument("--threads", type=int)
     parser.add_argument(
-        "--repeats", type=int, default=3, help="the best is printed: other work on the machine only slows down"
+        "--model", type=Path, metavar="DIR", help="model folder (default: a small Qwen3 with random weights)"
+    )
+    parser.add_argument(
+        "--loads", default="1,7,64,128", metavar="N,N,…", help="concurrent requests (default: 1,7,64,128)"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="measurements, of which the fastest is printed (default: 3)"
     )
     args = parser.parse_args()
-    loads = [int(n) for n in args.loads.split(",")]
+    loads = [int(load) for load in args.loads.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             build_model(Path(folder))

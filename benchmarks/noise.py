@@ -7,5 +7,5 @@ from agentrl import Trajectory, reward
 
 @reward
 def noise(trajectory: Trajectory) -> float:
-    """1.0 or 0.0 by the episode's seed, like a coin that falls on 1 in four of ten."""
+    """1.0 with probability 0.4, else 0.0, drawn by the episode's seed."""
     return float(Random(trajectory.seed).random() < 0.4)

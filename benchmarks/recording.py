@@ -70,7 +70,7 @@ class Search(ToolEnv):
 
 
 def make_runner(renderer: Renderer, turns: int) -> EpisodeRunner:
-    def say(request: ScriptedRequest) -> list[int]:
+    def write_turn(request: ScriptedRequest) -> list[int]:
         last = request.number >= turns - 1
         ids: list[int] = (_ASSETS.final if last else _ASSETS.calls[(request.number + 1) % 10])["ids"]
         return ids
@@ -78,7 +78,7 @@ def make_runner(renderer: Renderer, turns: int) -> EpisodeRunner:
     return EpisodeRunner(
         make_env=Search,
         env_class=Search,
-        engine=ScriptedEngine(say, end_id=_ASSETS.end_id),
+        engine=ScriptedEngine(write_turn, end_id=_ASSETS.end_id),
         renderer=renderer,
         scorer=Scorer(resolve_rewards(Search.rewards)),
         pools=ThreadPools(Search),
@@ -89,38 +89,40 @@ def make_runner(renderer: Renderer, turns: int) -> EpisodeRunner:
 
 
 async def measure(renderer: Renderer, episodes: int, turns: int, folder: Path | None) -> float:
-    """CPU milliseconds of a turn."""
+    """CPU milliseconds per turn."""
     runner = make_runner(renderer, turns)
     writer = EpisodeWriter(folder) if folder is not None else None
-    kept: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
 
-    def heard(t: Trajectory) -> None:
+    def record_attempt(t: Trajectory) -> None:
         if writer is not None:
             writer.write(t, step=0, split="train", config="0" * 16)
-        kept.append(t)
+        trajectories.append(t)
 
     started = time.process_time_ns()
-    await Rollout(runner, RolloutLimits(concurrency=64)).run(specs(episodes), heard)
+    await Rollout(runner, RolloutLimits(concurrency=64)).run(specs(episodes), record_attempt)
     spent = time.process_time_ns() - started
     runner.close()
-    if not all(t.score == 1.0 and len(t.turns) == turns for t in kept):
-        raise SystemExit(f"not as scripted: {kept[0].stop_reason} {kept[0].cause} after {len(kept[0].turns)} turns")
-    assert all(t.turns[-1].action.finish_reason is FinishReason.STOP for t in kept)
+    if not all(t.score == 1.0 and len(t.turns) == turns for t in trajectories):
+        first = trajectories[0]
+        raise SystemExit(f"not as scripted: {first.stop_reason} {first.cause} after {len(first.turns)} turns")
+    assert all(t.turns[-1].action.finish_reason is FinishReason.STOP for t in trajectories)
     if writer is not None and folder is not None:
         writer.close()
-        check(kept, folder)
+        check(trajectories, folder)
     return spent / 1e6 / (episodes * turns)
 
 
-def check(kept: list[Trajectory], folder: Path) -> None:
-    read = {t.episode_id: t for t in read_episodes(folder)}
-    wrong = [t.episode_id for t in kept if encode(to_record(read[t.episode_id])) != encode(to_record(t))]
-    if wrong or len(read) != len(kept):
-        raise SystemExit(f"{len(wrong)} of {len(kept)} episodes do not come back from the record as they were")
+def check(trajectories: list[Trajectory], folder: Path) -> None:
+    """Exit if the record differs from the trajectories."""
+    recorded = {t.episode_id: t for t in read_episodes(folder)}
+    wrong = [t.episode_id for t in trajectories if encode(to_record(recorded[t.episode_id])) != encode(to_record(t))]
+    if wrong or len(recorded) != len(trajectories):
+        raise SystemExit(f"{len(wrong)} of {len(trajectories)} recorded episodes differ from those that were run")
 
 
 def in_process(episodes: int, turns: int, rounds: int) -> Rounds:
-    """(without, with) of every round over the scripted engine."""
+    """(without, with) of each round on the scripted engine."""
     renderer = make_agent_renderer()
     asyncio.run(measure(renderer, min(episodes, 32), turns, None))  # warm
 
@@ -132,21 +134,21 @@ def in_process(episodes: int, turns: int, rounds: int) -> Rounds:
 
 
 def over_http(episodes: int, turns: int, rounds: int) -> Rounds:
-    """(without, with) of every round in a worker of benchmarks/overhead against its mock engine."""
+    """(without, with) of each round in a worker of benchmarks/overhead on its mock engine."""
     with Mock(turns) as mock, Process("worker", "agent") as worker:
 
         def one(record: bool) -> float:
-            found = worker.ask(address=mock.address, episodes=episodes, turns=turns, concurrency=64, record=record)
-            if found["done"] != episodes or found["wrong"] or found["recorded"] != (episodes if record else 0):
-                raise SystemExit(f"not as scripted: {found}")
-            return float(found["cpu_ms_per_turn"])
+            result = worker.ask(address=mock.address, episodes=episodes, turns=turns, concurrency=64, record=record)
+            if result["done"] != episodes or result["wrong"] or result["recorded"] != (episodes if record else 0):
+                raise SystemExit(f"not as scripted: {result}")
+            return float(result["cpu_ms_per_turn"])
 
         one(True)  # warm
         return [(one(False), one(True)) for _ in range(rounds)]
 
 
 def summary(kind: str, turns: int, rounds: Rounds) -> dict[str, Any]:
-    """Least and median of a case."""
+    """The minimum and the median of a case."""
     off, on = (list(side) for side in zip(*rounds, strict=True))
     return {
         "runner": kind,
@@ -158,13 +160,13 @@ def summary(kind: str, turns: int, rounds: Rounds) -> dict[str, Any]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[str, bool]:
-    """The sentence, and whether the bound is kept."""
+    """A sentence with the shares, and whether they are within the bound."""
     whole = {r["turns"]: r["off_ms"]["median"] for r in rows if r["runner"] == HTTP}
     bare = {r["turns"]: r["on_ms"]["median"] - r["off_ms"]["median"] for r in rows if r["runner"] != HTTP}
-    told = ", ".join(
+    shares = ", ".join(
         f"{bare[t]:.3f} of {whole[t]:.3f} ms at {t} turns: **{bare[t] / whole[t]:.1%}**" for t in sorted(whole)
     )
-    return f"The record's part of the runner's CPU a turn: {told} (at most {MOST_SHARE:.0%}).", all(
+    return f"The record's part of the runner's CPU a turn: {shares} (at most {MOST_SHARE:.0%}).", all(
         bare[t] <= MOST_SHARE * whole[t] for t in whole
     )
 
@@ -195,15 +197,15 @@ def main() -> int:
         for turns in args.turns
     ]
     print(json.dumps(rows) if args.json else table(rows))
-    said, kept = verdict(rows)
-    print(said, file=sys.stderr)
+    sentence, within_bound = verdict(rows)
+    print(sentence, file=sys.stderr)
     if args.write:
         when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M+00:00")
         where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
         about = f"{when}, `python benchmarks/recording.py --write`, {where}; {args.episodes} episodes, {args.rounds} rounds."
-        RESULTS.write_text("\n\n".join(["# What the record costs", about, said, table(rows)]) + "\n")
+        RESULTS.write_text("\n\n".join(["# The cost of recording", about, sentence, table(rows)]) + "\n")
         RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    return int(not kept)
+    return int(not within_bound)
 
 
 if __name__ == "__main__":

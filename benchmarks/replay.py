@@ -73,7 +73,7 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Fault:
-    """A change in today's code, and where it must show."""
+    """A change of the code under which a run is replayed, and the differences that it must cause."""
 
     name: str
     words: list[str]
@@ -106,7 +106,7 @@ def answers_in_lower_case() -> Iterator[None]:
 
 
 def faults(folder: Path) -> list[Fault]:
-    """The five."""
+    """The five faults; their files go into `folder`."""
     tokenizer = Tokenizer.load(model_folder(MODEL))
     (folder / "planted.py").write_text(PLANTED)
     other = folder / "model"
@@ -116,19 +116,19 @@ def faults(folder: Path) -> list[Fault]:
     (other / "tokenizer_config.json").write_text(json.dumps(config))
 
     def template(t: Trajectory) -> Place:
-        """The last token of the prompt, the line break, is another."""
+        """The last token of the prompt, a line break, differs."""
         length = t.turns[0].context_length
         assert tokenizer.decode(t.segments[0].ids[length - 1 : length]) == "\n"
         return "template", -1, length - 1
 
     def parser(t: Trajectory) -> Place | None:
-        """The token with the answer's first capital."""
+        """The token with the first capital letter of the answer."""
         answer = t.turns[-1].action.answer
         if answer is None or answer == answer.lower():
             return None
-        found = span(t, len(t.turns) - 1, Provenance.SAMPLED)
-        assert found is not None
-        begin, generated = found
+        sampled = span(t, len(t.turns) - 1, Provenance.SAMPLED)
+        assert sampled is not None
+        begin, generated = sampled
         text = tokenizer.decode(generated.ids)
         letter = text.index(answer) + next(i for i, c in enumerate(answer) if c != c.lower())
         ends = (len(tokenizer.decode(generated.ids[: i + 1])) for i in range(len(generated.ids)))
@@ -136,8 +136,8 @@ def faults(folder: Path) -> list[Fault]:
 
     def environment(t: Trajectory) -> Place | None:
         """The first token of the second observation."""
-        found = span(t, 1, Provenance.OBSERVATION)
-        return None if found is None else ("env", 1, found[0])
+        observation = span(t, 1, Provenance.OBSERVATION)
+        return None if observation is None else ("env", 1, observation[0])
 
     def reward(t: Trajectory) -> Place | None:
         """The last token."""
@@ -145,8 +145,8 @@ def faults(folder: Path) -> list[Fault]:
 
     def limit(t: Trajectory) -> Place | None:
         """The first token after the first generation."""
-        found = span(t, 0, Provenance.SAMPLED)
-        return None if len(t.turns) == 1 or found is None else ("limit", 0, found[0] + len(found[1].ids))
+        sampled = span(t, 0, Provenance.SAMPLED)
+        return None if len(t.turns) == 1 or sampled is None else ("limit", 0, sampled[0] + len(sampled[1].ids))
 
     return [
         Fault("template: 'assistant:' in the header", ["--hf-checkpoint", str(other)], template),
@@ -160,20 +160,21 @@ def faults(folder: Path) -> list[Fault]:
 
 
 def planted(fault: Fault, run: Path, out: Path) -> dict[str, Any]:
-    """Replay under a fault; how many episodes differ where they must."""
-    with fault.plant(), contextlib.redirect_stdout(io.StringIO()) as said:
+    """Replay under a fault, and count the episodes that differ elsewhere than they must."""
+    with fault.plant(), contextlib.redirect_stdout(io.StringIO()) as output:
         status = agentrl(["replay", str(run), "--out", str(out), *fault.words])
-    found = {}
+    differences = {}
     for row in map(json.loads, out.read_text().splitlines()):
-        d = row["divergence"]
-        found[row["episode_id"]] = d and (d["cause"], d["turn"], d["token"])
+        divergence = row["divergence"]
+        differences[row["episode_id"]] = divergence and tuple(divergence[key] for key in ("cause", "turn", "token"))
     expected = {t.episode_id: fault.expected(t) for t in read_episodes(run)}
-    wrong = [e for e in expected if found.get(e, "missing") != expected[e]]
-    for e in wrong[:3]:
-        print(f"{fault.name}: episode {e} must differ at {expected[e]}, replay says {found.get(e, 'nothing')}")
+    wrong = [episode for episode in expected if differences.get(episode, "missing") != expected[episode]]
+    for episode in wrong[:3]:
+        found = differences.get(episode, "nothing")
+        print(f"{fault.name}: episode {episode} must differ at {expected[episode]}, replay reports {found}")
     if status != 1:
-        print(f"{fault.name}: exit status {status}\n{said.getvalue()}")
-    differ = sum(p is not None for p in expected.values())
+        print(f"{fault.name}: exit status {status}\n{output.getvalue()}")
+    differ = sum(place is not None for place in expected.values())
     ok = not wrong and status == 1 and differ > 0
     return {"fault": fault.name, "episodes": len(expected), "must_differ": differ, "wrong": len(wrong), "ok": ok}
 
@@ -185,11 +186,11 @@ def measure(rollouts: int, folder: Path) -> dict[str, Any]:
     subprocess.run([*command, "rollout", *words], check=True)
     seconds, identical = [], True
     for _ in range(3):
-        done = subprocess.run([*command, "replay", str(run)], capture_output=True, text=True, check=False)
-        print(done.stdout, done.stderr, sep="")
-        said = done.stdout.splitlines()
-        identical &= done.returncode == 0 and said[0].endswith("episodes replayed: identical")
-        seconds.append(float(said[-1].split(" s")[0]) if done.returncode == 0 else float("inf"))
+        process = subprocess.run([*command, "replay", str(run)], capture_output=True, text=True, check=False)
+        print(process.stdout, process.stderr, sep="")
+        lines = process.stdout.splitlines()
+        identical &= process.returncode == 0 and lines[0].endswith("episodes replayed: identical")
+        seconds.append(float(lines[-1].split(" s")[0]) if process.returncode == 0 else float("inf"))
     spent = rollout_seconds(run)
     episodes = sum(1 for _ in read_episodes(run))
     replayed = statistics.median(seconds)
@@ -205,16 +206,27 @@ def measure(rollouts: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def page(found: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    replays = ", ".join(f"{s:.1f}" for s in found["replay_s"])
-    word = "identical" if found["identical"] else "NOT IDENTICAL"
-    made = f"{found['episodes']} episodes of {found['turns']} turns in all, embedded policy, local engine: rollouts {found['rollout_s']:.1f} s;"
-    took = f"replay {replays} s ({word}, every time), the median being **{found['ratio']:.3f}** of the rollouts' time (bound {MOST_RATIO})."
+def page(results: dict[str, Any]) -> str:
+    """The page of results, as Markdown."""
+    replays = ", ".join(f"{seconds:.1f}" for seconds in results["replay_s"])
+    outcome = "identical" if results["identical"] else "NOT IDENTICAL"
+    recorded = (
+        f"{results['episodes']} episodes with {results['turns']} turns, embedded policy, local engine: "
+        f"rollouts {results['rollout_s']:.1f} s;"
+    )
+    replayed = (
+        f"replay {replays} s ({outcome} each time), the median is **{results['ratio']:.3f}** of the rollouts' time "
+        f"(bound {MOST_RATIO})."
+    )
     lines = ["# Replay of a search_r1 run on one CPU machine", ""]
-    lines += [f"{found['machine']}. Command: `python benchmarks/replay.py --write`.", "", f"{made} {took}", ""]
+    lines += [
+        f"{results['machine']}. Command: `python benchmarks/replay.py --write`.",
+        "",
+        f"{recorded} {replayed}",
+        "",
+    ]
     lines += ["| planted fault | episodes that must differ | at another cause, turn or token |", "|---|---|---|"]
-    lines += [f"| {p['fault']} | {p['must_differ']} of {p['episodes']} | {p['wrong']} |" for p in found["planted"]]
+    lines += [f"| {p['fault']} | {p['must_differ']} of {p['episodes']} | {p['wrong']} |" for p in results["planted"]]
     return "\n".join(lines) + "\n"
 
 
@@ -224,15 +236,17 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="also into benchmarks/results/replay_cpu.{json,md}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(args.rollouts, Path(folder))
+        results = measure(args.rollouts, Path(folder))
     when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M+00:00")
     load = os.getloadavg()[0]
-    found["machine"] = f"{when}, {os.cpu_count()} cores, load {load:.1f}, Python {platform.python_version()}"
-    print(page(found))
+    results["machine"] = f"{when}, {os.cpu_count()} cores, load {load:.1f}, Python {platform.python_version()}"
+    print(page(results))
     if args.write:
-        (RESULTS / "replay_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "replay_cpu.md").write_text(page(found))
-    return 0 if found["identical"] and found["ratio"] <= MOST_RATIO and all(p["ok"] for p in found["planted"]) else 1
+        (RESULTS / "replay_cpu.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "replay_cpu.md").write_text(page(results))
+    return (
+        0 if results["identical"] and results["ratio"] <= MOST_RATIO and all(p["ok"] for p in results["planted"]) else 1
+    )
 
 
 if __name__ == "__main__":

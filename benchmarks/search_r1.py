@@ -30,7 +30,7 @@ SHOWN = (
 
 
 def run(name: str, folder: Path, words: list[str]) -> dict:
-    """One training run; its summary, and held-out EM at temperature 1 before and after."""
+    """Run `agentrl train`; returns the summary."""
     target = folder / name
     command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "search_r1", "--run", str(target), *words]
     print("$ agentrl", *command[3:], flush=True)
@@ -40,7 +40,7 @@ def run(name: str, folder: Path, words: list[str]) -> dict:
 
 
 def sampled(name: str, model: str, folder: Path) -> float:
-    """Held-out EM of one sampled episode a question, at temperature 1."""
+    """Held-out EM of a model at temperature 1, with one episode per question."""
     target = folder / f"sampled-{name}"
     words = ["--env", "search_r1", "--hf-checkpoint", model, "--run", str(target), "--eval-temperature", "1"]
     subprocess.run([sys.executable, "-m", "agentrl.cli", "eval", *words], check=True)
@@ -48,42 +48,34 @@ def sampled(name: str, model: str, folder: Path) -> float:
 
 
 def page(rows: list[dict], extra: dict, machine: dict) -> str:
-    """The results as Markdown."""
+    """The page of results, as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    columns = ["run", "flags", *(key.replace("_", " ") for key in SHOWN), "rollouts", "wall s", "exactness violations"]
     lines = [
         "# search_r1 on one CPU machine",
         "",
-        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), Python {machine['python']}, ",
-    ]
-    lines[-1] += ", ".join(f"{k} {v}" for k, v in machine["versions"].items()) + "."
-    lines += [
+        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), Python {machine['python']}, {versions}.",
         "",
         "Command: `python benchmarks/search_r1.py`; each row is `agentrl train --env search_r1` with the flags shown.",
         "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
     ]
-    lines += [
-        "| run | flags | "
-        + " | ".join(s.replace("_", " ") for s in SHOWN)
-        + " | rollouts | wall s | exactness violations |"
-    ]
-    lines += ["|---" * (len(SHOWN) + 5) + "|"]
-    for r in rows:
-        cells = [f"{r[s]:.3f}" if isinstance(r.get(s), float) else "" for s in SHOWN]
-        flags = f"`{' '.join(r['flags'])}`"
-        lines.append(
-            f"| {r['name']} | {flags} | "
-            + " | ".join(cells)
-            + f" | {r['rollouts']} | {r['wall_s']:.0f} | {r['exactness_violations']} |"
-        )
+    for row in rows:
+        cells = [row["name"], f"`{' '.join(row['flags'])}`"]
+        cells += [f"{row[key]:.3f}" if isinstance(row.get(key), float) else "" for key in SHOWN]
+        cells += [str(row["rollouts"]), f"{row['wall_s']:.0f}", str(row["exactness_violations"])]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "EM: exact match on 200 held-out questions, greedy. In the noise runs the reward is a coin (benchmarks/noise.py).",
+        "EM: exact match on 200 held-out questions, greedy. In the noise runs the reward is random (benchmarks/noise.py).",
+        "",
+        f"EM at temperature 1, seed {extra['seed']}: {extra['before']:.3f} before, {extra['after']:.3f} after training.",
+        "",
+        "![curve](search_r1_cpu.png)",
         "",
     ]
-    lines += [
-        f"At temperature 1 the same questions: {extra['before']:.3f} before, {extra['after']:.3f} after (seed {extra['seed']}).",
-        "",
-    ]
-    return "\n".join([*lines, "![curve](search_r1_cpu.png)", ""])
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -104,18 +96,12 @@ def main() -> None:
         "before": sampled("before", "search_r1_3m", folder),
         "after": sampled("after", str(folder / f"seed-{seed}" / "hf"), folder),
     }
-    model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "",
-    )
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), "")
     machine = {
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
-        "cpu": model,
+        "cpu": cpu,
         "python": platform.python_version(),
         "versions": {p: version(p) for p in PACKAGES},
     }
