@@ -1,4 +1,4 @@
-"""Test doubles: an engine that says what a script tells it, spans and trajectories made by hand, and a runner around them."""
+"""Test doubles: a generator and an engine that follow a script, hand-made spans and trajectories, and a runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded episodes for the tests of replay, rescore and fork: what the policy says, how it is recorded and replayed."""
+"""Recorded episodes for the tests of replay, rescore and fork: scripts, recording and replay."""
 
 import asyncio
 import dataclasses

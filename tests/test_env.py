@@ -1,4 +1,4 @@
-"""Env and ToolEnv: what users subclass, and how they are found and made."""
+"""Env and ToolEnv: their defaults, how they are found and created."""
 
 import pytest
 from doubles import PARIS, settled

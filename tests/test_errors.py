@@ -1,4 +1,4 @@
-"""The error tree: what each error is, what it says, that it survives pickling, and to whom `boundary` attributes what."""
+"""The error tree: base classes, messages, pickling, and the failures that `boundary` raises."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of what users import: they run, and the episode in them is what a run records."""
+"""The examples in the docstrings of the public API run, and the episode in them equals what a run records."""
 
 import ast
 import doctest

@@ -1,4 +1,4 @@
-"""What importing agentrl costs, and what it exports."""
+"""The cost of importing agentrl, and its exports."""
 
 import importlib
 import subprocess
@@ -54,7 +54,7 @@ def test_the_protocols_and_the_command_line_load_no_torch():
 
 
 @pytest.mark.parametrize("name", agentrl.__all__)
-def test_every_exported_name_is_there_and_documented(name):
+def test_every_exported_name_exists_and_is_documented(name):
     assert getattr(agentrl, name).__doc__
 
 

@@ -1,4 +1,4 @@
-"""`.ci/run` lets no test skip itself silently."""
+"""`.ci/run` lets no test be skipped without a known reason."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def run(folder, **env):
 
 
 @pytest.mark.slow
-def test_a_skip_without_a_known_reason_fails_where_none_is_wanted(tmp_path):
+def test_a_skip_without_a_known_reason_fails_where_skips_are_forbidden(tmp_path):
     done = run(tmp_path, AGENTRL_NO_SKIPS="1")
     assert done.returncode == 1, done.stdout
     assert "1 failed, 1 skipped, 1 xfailed, 2 errors" in done.stdout
@@ -45,7 +45,7 @@ def test_a_skip_without_a_known_reason_fails_where_none_is_wanted(tmp_path):
     assert "4 skipped, 1 xfailed" in done.stdout
 
 
-def test_ci_asks_for_it_and_says_so_where_it_cannot():
+def test_ci_forbids_skips_and_reports_where_it_cannot():
     script = (HERE.parent / ".ci/run").read_text()
     before, asked, after = script.partition("export AGENTRL_NO_SKIPS=1")
     assert asked

@@ -1,4 +1,4 @@
-"""What is in the wheel, and that what the project promises about its own files holds."""
+"""The contents of the wheel, and what the project's files promise about each other."""
 
 import re
 import subprocess
@@ -132,7 +132,7 @@ def test_the_example_is_short():
     assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in files) < 300
 
 
-def test_the_warm_up_is_told_alike_in_both_places():
+def test_the_warm_up_commands_are_the_same_in_both_places():
     """The commands that make the embedded model: in the script's docstring, and in the model's own page."""
     page = (ROOT / "agentrl/assets/search_r1_3m/README.md").read_text(encoding="utf-8")
     script = (ROOT / "examples/search_r1/warmup.py").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The README's example is run as it stands: the contract check, and an episode."""
+"""The README's example runs unchanged: the contract check, and an episode."""
 
 import re
 from pathlib import Path

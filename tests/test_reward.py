@@ -1,4 +1,4 @@
-"""Rewards: what they may return, by what names they are found, what becomes of the rest."""
+"""Rewards: their return values, their names, and failures."""
 
 import asyncio
 import threading
@@ -69,7 +69,7 @@ async def test_a_reward_cannot_see_half_scored_components_of_another_run():
     ],
     ids=lambda v: str(v)[:8],
 )
-async def test_case_22_what_is_no_number_is_a_failure_with_the_rewards_name(value, message):
+async def test_case_22_a_value_that_is_not_a_number_is_a_failure_with_the_rewards_name(value, message):
     with pytest.raises(RewardFailure, match=message) as e:
         await score(lambda _: value)
     assert e.value.cause.startswith("reward r0")
@@ -80,7 +80,7 @@ async def test_case_22_what_is_no_number_is_a_failure_with_the_rewards_name(valu
     [KeyError("x"), InfraError("judge down"), TimeoutError(), StopIteration(), SystemExit(1)],
     ids=lambda e: type(e).__name__,
 )
-async def test_case_22_whatever_it_raises_is_a_failure(error):
+async def test_case_22_any_exception_is_a_failure(error):
     def fails(_):
         raise error
 
@@ -88,7 +88,7 @@ async def test_case_22_whatever_it_raises_is_a_failure(error):
         await score(fails)
 
 
-async def test_case_22_hanging_rewards_run_out_of_time_and_then_fail_at_once():
+async def test_case_22_hanging_rewards_time_out_and_then_fail_at_once():
     async def hangs(_):
         await asyncio.sleep(60)
 
@@ -185,13 +185,13 @@ def test_functions_files_and_modules(tmp_path):
         ([Reward(print, "a"), Reward(print, "a")], ConfigError, "two rewards are called 'a'"),
     ],
 )
-def test_what_cannot_be_resolved_is_a_sentence(items, error, message):
+def test_a_reward_that_cannot_be_resolved_is_one_sentence(items, error, message):
     REWARDS.register("judge_for_tests")(print)
     with pytest.raises(error, match=message):
         resolve_rewards(items)
 
 
-def test_a_weight_that_is_no_number_is_a_sentence():
+def test_a_weight_that_is_not_a_number_is_one_sentence():
     @reward(name="w_for_tests")
     def w(t):
         return 1.0

@@ -1,4 +1,4 @@
-"""From a function to the schema the policy sees, and from the policy's arguments to the function's."""
+"""From a function to the schema that the policy sees, and from the policy's arguments to the function's."""
 
 import enum
 import functools
@@ -131,7 +131,7 @@ def test_a_default_is_never_shared():
     assert spec_of(collect).arguments({}) == {"items": []}
 
 
-def test_a_parameter_without_a_hint_takes_anything():
+def test_a_parameter_without_a_type_hint_accepts_any_value():
     @tool
     def anything(x):
         """Anything."""
@@ -143,7 +143,7 @@ class Opaque:
     pass
 
 
-def test_what_makes_no_schema_is_refused():
+def test_a_signature_without_schema_is_refused():
     def opaque(x: Opaque): ...
     def starred(*xs: int): ...
     def keywords(**xs: int): ...

@@ -1,4 +1,4 @@
-"""The words as types: what they accept, what they refuse, and what follows from what."""
+"""The data types: accepted and refused values, and derived properties."""
 
 import copy
 import math
@@ -87,7 +87,7 @@ class TestObservation:
         assert observation.messages == ({"role": "user", "content": "Hi"},)
         assert Observation.of(observation) is observation
 
-    def test_nothing_is_nothing(self):
+    def test_an_empty_observation_has_no_messages(self):
         assert Observation.of(()) == Observation.of([]) == Observation()
 
     def test_parts(self):
@@ -111,7 +111,7 @@ class TestObservation:
             ({"role": "user", "content": "a generator"} for _ in range(1)),
         ],
     )
-    def test_what_is_no_observation_is_refused_with_what_was_found(self, value):
+    def test_a_value_that_is_not_an_observation_is_refused_with_its_type(self, value):
         with pytest.raises(ContractError, match=f"found {type(value).__name__}"):
             Observation.of(value)
 
@@ -122,7 +122,7 @@ class TestObservation:
 
 
 class TestSpan:
-    def test_no_tokens(self):
+    def test_a_span_without_tokens_is_refused(self):
         with pytest.raises(InvariantError, match="at least one token"):
             Span(Provenance.PROMPT, ())
 
@@ -151,7 +151,7 @@ class TestSpan:
     @given(
         st.lists(LOG_PROB, max_size=5), st.sampled_from([math.nan, math.inf, -math.inf]), st.lists(LOG_PROB, max_size=5)
     )
-    def test_no_log_prob_that_is_not_finite(self, before, bad, after):
+    def test_a_log_prob_that_is_not_finite_is_refused(self, before, bad, after):
         log_probs = (*before, bad, *after)
         with pytest.raises(InvariantError, match="not finite"):
             sampled(*range(len(log_probs)), log_probs=log_probs)

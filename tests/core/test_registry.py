@@ -1,4 +1,4 @@
-"""Names, 'module:Object' and files: what resolves, and what is said when nothing does."""
+"""Resolution of names, 'module:Object' and files, and the errors of names that cannot be resolved."""
 
 import sys
 from importlib.metadata import EntryPoint
@@ -74,7 +74,7 @@ def test_a_broken_entry_point(names, entry_point, value):
         ("nowhere.py", ConfigError, "no such file"),
     ],
 )
-def test_what_does_not_resolve(names, name, error, says):
+def test_names_that_cannot_be_resolved_are_refused(names, name, error, says):
     with pytest.raises(error) as caught:
         names.resolve(name)
     assert says in str(caught.value)
@@ -150,6 +150,6 @@ class TestFiles:
             names.resolve(f"{tmp_path}/maze.py:X")
 
 
-def test_suggestions_come_from_what_a_module_defines():
+def test_suggestions_are_names_that_the_module_defines():
     module = SimpleNamespace(Maze=Env, make=lambda: None, _private=Env, version="1")
     assert registry_module.public_names(module) == ["Maze", "make"]

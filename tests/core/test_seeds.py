@@ -1,4 +1,4 @@
-"""The seed law: a draw's seed follows from where it is, and no two places share one."""
+"""The seed rule: a draw's seed follows from its place in the run, and no two places have the same seed."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""User code under a time limit: it may block, hang, raise anything, swallow its cancellation or end the process; the loop goes on."""
+"""User code under a time limit may block, hang, raise, suppress its cancellation or call sys.exit; the event loop continues."""
 
 import asyncio
 import sys
@@ -81,7 +81,7 @@ async def test_calls_wait_for_a_free_thread(pool):
     assert 2 <= most <= 4
 
 
-async def test_one_hanging_call_does_not_hold_up_one_made_at_the_same_time(pool, gate):
+async def test_a_hanging_call_does_not_delay_a_concurrent_one(pool, gate):
     await pool.call(int)  # one idle thread; two calls at once must not both wait for it
     for _ in range(2):
         hanging = asyncio.create_task(pool.call(gate))
@@ -101,7 +101,7 @@ async def test_time_starts_when_the_call_does(gate):
     assert await second == "done"
 
 
-async def test_an_abandoned_call_gives_its_place_to_one_that_waits(gate):
+async def test_an_abandoned_call_frees_its_slot_for_a_waiting_one(gate):
     pool = TimeoutPool("test", threads=1)
     hanging = asyncio.create_task(pool.call(gate, timeout_s=0.1))
     await asyncio.to_thread(gate.entered.acquire)
@@ -112,7 +112,7 @@ async def test_an_abandoned_call_gives_its_place_to_one_that_waits(gate):
     assert pool.abandoned == 1
 
 
-async def test_hanging_calls_are_counted_and_past_the_limit_the_pool_fails_at_once(pool, gate):
+async def test_hanging_calls_are_counted_and_the_pool_refuses_calls_above_the_limit(pool, gate):
     for n in range(3):
         with pytest.raises(TimeoutError, match=r"took longer than 0.05 s"):
             await pool.call(gate, timeout_s=0.05)
@@ -146,7 +146,7 @@ async def test_threads_do_not_pile_up():
     assert await pool.call(int, 7) == 7  # closing ends idle threads only
 
 
-async def test_a_cancelled_call_is_abandoned_and_its_place_is_free(gate):
+async def test_a_cancelled_call_is_abandoned_and_frees_its_slot(gate):
     pool = TimeoutPool("test", threads=1)
     hanging = asyncio.create_task(pool.call(gate))
     await asyncio.to_thread(gate.entered.acquire)
@@ -185,7 +185,7 @@ async def test_cancelled_while_it_waits_for_a_thread(gate):
     ids=lambda v: getattr(v, "__name__", type(v).__name__),
 )
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_what_user_code_raises_reaches_the_caller_and_nobody_else(pool, kind, raised, seen):
+async def test_an_exception_of_user_code_is_raised_only_in_the_caller(pool, kind, raised, seen):
     def sync():
         raise raised
 
@@ -199,7 +199,7 @@ async def test_what_user_code_raises_reaches_the_caller_and_nobody_else(pool, ki
     assert await pool.call(int, 7) == 7
 
 
-async def test_sys_exit_says_its_status(pool):
+async def test_sys_exit_is_raised_with_its_status(pool):
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         await pool.call(sys.exit, 3)
 
@@ -226,7 +226,7 @@ async def test_an_async_call_that_runs_out_of_time_may_clean_up(pool):
     assert pool.abandoned == 0
 
 
-async def test_a_coroutine_that_swallows_its_cancellation_is_abandoned(pool, monkeypatch):
+async def test_a_coroutine_that_suppresses_its_cancellation_is_abandoned(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.05)
     over = asyncio.Event()
 
@@ -249,7 +249,7 @@ async def test_arguments_may_have_any_name(pool):
     assert await pool.call(dict, fn=1, self=2) == {"fn": 1, "self": 2}
 
 
-def test_a_call_that_outlives_its_event_loop_does_no_harm(recwarn):
+def test_a_call_may_return_after_its_event_loop_was_closed(recwarn):
     gate = Gate()
     pool = TimeoutPool("test")
 

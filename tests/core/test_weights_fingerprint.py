@@ -46,6 +46,6 @@ def test_a_cut_file_is_refused(tmp_path):
         fingerprint(tmp_path / "a")
 
 
-def test_no_weights_is_an_error(tmp_path):
+def test_a_folder_without_weights_is_an_error(tmp_path):
     with pytest.raises(StoreError, match="holds no"):
         fingerprint(tmp_path)

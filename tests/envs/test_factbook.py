@@ -1,4 +1,4 @@
-"""The World Factbook's corpus, questions, expert and disguises."""
+"""The World Factbook's corpus, questions, expert and renaming."""
 
 import random
 import re
@@ -86,7 +86,7 @@ def test_invented_values_keep_their_shape() -> None:
     assert all(value not in forward for value in record.facts["colors"])
 
 
-def test_no_held_out_name_is_offered_as_a_disguise() -> None:
+def test_no_held_out_name_is_used_for_renaming() -> None:
     names = {word for name in factbook.countries("test") for word in re.findall(r"[A-Z]\w+", name)}
     words = set(factbook._proper_words())
     assert len(words) > 10_000

@@ -1,4 +1,4 @@
-"""Replay: identical where nothing changed, and of every planted fault the right turn, token and cause."""
+"""Replay: identical where nothing changed; the right turn, token and cause for every planted fault."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,7 @@ from agentrl.types import FinishReason, Provenance, StopReason
 
 
 @pytest.mark.parametrize("live", [None, (), EveryTool(), ("search",)], ids=["default", "recorded", "live", "named"])
-async def test_what_did_not_change_is_identical(tmp_path, tags, hermes, live):
+async def test_a_replay_without_changes_is_identical(tmp_path, tags, hermes, live):
     for env, says, renderer in ((Search, script, tags), (Hermes, hermes_script, hermes)):
         episodes = await record(env, says, renderer, tmp_path / env.__name__, temperature=0.7)
         outcomes = await replay(env, renderer, episodes, live, temperature=0.7)
@@ -225,7 +225,7 @@ async def test_a_planted_reward_fault(tmp_path, tags):
     assert "reward             6  component exact" in str(tally(outcomes))
 
 
-async def test_another_weight_is_a_reward_that_differs(tmp_path, tags):
+async def test_a_changed_weight_is_a_reward_difference(tmp_path, tags):
     episodes = await record(Search, script, tags, tmp_path)
     assert {
         d.what
@@ -253,7 +253,7 @@ async def test_a_planted_limit_fault(tmp_path, tags, then, now, turn, what):
         assert where(d) == ("limit", turn, first_difference(t.segments[0].ids, fresh.segments[0].ids))
 
 
-async def test_a_call_that_is_too_many_is_a_limit_at_the_call(tmp_path, tokenizer, tags):
+async def test_a_surplus_call_is_a_limit_difference_at_the_call(tmp_path, tokenizer, tags):
     episodes = await record(Search, script, tags, tmp_path, max_calls_per_turn=1)
     found = differences(await replay(Search, tags, episodes, max_calls_per_turn=0))
     for d, t in zip(found, episodes, strict=True):
@@ -263,7 +263,7 @@ async def test_a_call_that_is_too_many_is_a_limit_at_the_call(tmp_path, tokenize
         assert where(d) == ("limit", 0, begin + token_within(tokenizer, t.segments[0].ids[begin:], query))
 
 
-async def test_an_observation_that_is_cut_elsewhere_is_a_limit(tmp_path, tags):
+async def test_an_observation_cut_at_another_place_is_a_limit_difference(tmp_path, tags):
     class Long(Search):
         @tool
         def search(self, query: str) -> str:
@@ -275,7 +275,7 @@ async def test_an_observation_that_is_cut_elsewhere_is_a_limit(tmp_path, tags):
     assert {(d.cause, d.turn) for d in differences(outcomes)} == {("limit", 0)}
 
 
-async def test_a_live_tool_that_says_something_else(tmp_path, tags, tokenizer):
+async def test_a_live_tool_with_another_result_is_a_difference(tmp_path, tags, tokenizer):
     class Moved(Search):
         @tool
         def search(self, query: str) -> str:
@@ -303,7 +303,7 @@ async def test_an_environment_that_its_tools_change_is_identical_because_they_ar
     assert {(d.cause, d.turn, d.what) for d in found} == {("env", 1, "info")}, "the later difference counts"
 
 
-def test_several_processes_find_what_one_finds(tmp_path, tags, monkeypatch):
+def test_several_processes_find_the_differences_that_one_finds(tmp_path, tags, monkeypatch):
     """Two chunks, and a process that has one waits until another has the other."""
     monkeypatch.setattr(parallel, "_GROUPS_PER_JOB", 2)
     asyncio.run(record(Search, script, tags, tmp_path / "run"))
@@ -327,7 +327,7 @@ def test_several_processes_find_what_one_finds(tmp_path, tags, monkeypatch):
     assert {where(o.divergence)[:2] for o in found} == {("limit", 1)}
 
 
-async def test_another_seed_is_said(tmp_path, tags):
+async def test_another_seed_is_reported(tmp_path, tags):
     episodes = await record(Search, script, tags, tmp_path)
     assert {d.cause for d in differences(await replay(Search, tags, episodes, seed=1))} == {"seed"}
 
@@ -361,7 +361,7 @@ async def test_failures_are_replayed_as_failures(tmp_path, tags, env, reason):
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-async def test_an_episode_that_the_engine_gave_up_is_compared_up_to_there(tmp_path, tags, turn):
+async def test_an_episode_that_the_engine_aborted_is_compared_up_to_its_end(tmp_path, tags, turn):
     says = lambda r: RuntimeError("gone") if r.turn == turn else script(r)  # noqa: E731
     runner = make_runner(Search, says, tags, rewards=Search.rewards)
     t = await runner.run(groups_of(1, 1)[0][0])
@@ -371,7 +371,7 @@ async def test_an_episode_that_the_engine_gave_up_is_compared_up_to_there(tmp_pa
     assert (outcome.divergence, outcome.partial) == (None, True)
 
 
-async def test_an_episode_that_ran_out_of_time_is_compared_up_to_there(tmp_path, tags):
+async def test_an_episode_that_timed_out_is_compared_up_to_its_end(tmp_path, tags):
     class Slow(Search):
         async def step(self, action):
             if "France" in action.text:
@@ -394,7 +394,7 @@ async def test_an_empty_generation_and_a_parse_error_are_replayed(tmp_path, tags
     assert differences(await replay(Search, tags, episodes)) == [None] * 6
 
 
-async def test_group_rewards_are_compared_where_the_group_is_whole(tmp_path, tags):
+async def test_group_rewards_are_compared_where_the_group_is_complete(tmp_path, tags):
     @reward(group=True)
     def rank(trajectories):
         return [float(i) for i, _ in enumerate(trajectories)]
@@ -414,7 +414,7 @@ async def test_group_rewards_are_compared_where_the_group_is_whole(tmp_path, tag
     assert differences(alone) == [None] or alone[0].divergence.cause == "reward"
 
 
-async def test_a_group_reward_that_fails_in_the_replay_is_a_difference_of_every_member(tmp_path, tags):
+async def test_a_group_reward_that_fails_in_the_replay_is_a_difference_in_every_member(tmp_path, tags):
     @reward(group=True)
     def rank(trajectories):
         return [float(i) for i, _ in enumerate(trajectories)]

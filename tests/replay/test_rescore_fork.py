@@ -1,4 +1,4 @@
-"""Rescore and fork, as functions and end to end by the command line."""
+"""Rescore and fork, as functions and from the command line."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ async def test_rescore_with_the_same_rewards_changes_nothing():
     )
 
 
-async def test_rescore_leaves_failures_out_and_says_new_ones():
+async def test_rescore_skips_failures_and_reports_new_ones():
     @reward
     def picky(t):
         if t.index == 1:
@@ -71,7 +71,7 @@ async def test_rescore_leaves_failures_out_and_says_new_ones():
     assert "rewards that failed: 1, the first in episode 1-0: reward picky: ValueError" in str(change)
 
 
-async def test_rescore_gives_group_rewards_the_group():
+async def test_rescore_calls_group_rewards_with_the_group():
     @reward(group=True)
     def best(ts):
         return [float(t.index == max(x.index for x in ts)) for t in ts]
@@ -162,7 +162,7 @@ async def test_tools_that_change_the_environment_have_changed_it_by_the_fork(tag
     assert [x.reward for x in branch.trajectory.turns] == [1.0, 2.0]
 
 
-async def test_the_table_stands_side_by_side_and_shows_escapes_as_text(tags):
+async def test_the_table_has_aligned_columns_and_shows_escapes_as_text(tags):
     t = await one(tags)
     branches = await forked(tags, t, 2, lambda r: "<answer>\x1b[31mred</answer>", seeds=range(2))
     text = table(t, branches)
@@ -172,7 +172,7 @@ async def test_the_table_stands_side_by_side_and_shows_escapes_as_text(tags):
     assert len(text.splitlines()) == 4
 
 
-async def test_a_turn_that_is_not_there_and_code_that_does_not_get_there(tags):
+async def test_a_missing_turn_and_a_turn_that_is_not_reached_are_errors(tags):
     t = await one(tags)
     with pytest.raises(ConfigError, match="has turns 0 to 2; it cannot be forked at turn 3"):
         await forked(tags, t, 3)
@@ -190,7 +190,7 @@ async def test_a_turn_that_is_not_there_and_code_that_does_not_get_there(tags):
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-async def test_replay_says_identical_and_writes_what_it_found(lookup_run, capsys):
+async def test_replay_reports_identical_episodes_and_writes_its_outcomes(lookup_run, capsys):
     path, _ = lookup_run
     assert await command("replay", path, "--workers", 2) == 0
     assert "6 episodes replayed: identical" in capsys.readouterr().out

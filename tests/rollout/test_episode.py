@@ -164,7 +164,7 @@ async def test_case_20_an_observation_larger_than_everything_is_cut_at_a_charact
     assert exactness_violations([t]) == 0
 
 
-async def test_case_21_a_prompt_longer_than_the_context_asks_the_engine_nothing(hermes):
+async def test_case_21_a_prompt_longer_than_the_context_is_not_sent_to_the_engine(hermes):
     engine = FakeGenerator(hermes, ["never"])
     t = await play(Echo, engine, hermes, context_length=10)
     assert (t.stop_reason, engine.requests, t.turns) == (StopReason.CONTEXT_FULL, [], ())
@@ -183,7 +183,7 @@ async def test_case_21_an_empty_generation_is_an_invalid_action(hermes, first):
     assert sum(s.trained_tokens for s in to_samples(t)) == t.sampled_tokens
 
 
-async def test_case_19_to_the_number(hermes):
+async def test_case_19_an_observation_is_cut_at_the_exact_token(hermes):
     """Context 8192, 8180 of them used, an observation of 40 tokens."""
     short = len((await play(Echo, ["x"], hermes, env_args={"ends": 1})).segments[0])
     engine = FakeGenerator(hermes, [[65] * (8180 - short + 1) + [hermes.end_id]])
@@ -218,7 +218,7 @@ async def test_seeds_follow_the_place_not_the_time(hermes):
     assert len({s for found in (first, *others) for s in found}) == 12, "every one of them differs"
 
 
-async def test_the_environment_gets_a_seed_of_its_own_per_episode(hermes):
+async def test_the_environment_has_a_separate_seed_per_episode(hermes):
     seen = []
 
     class Seeded(Echo):

@@ -1,4 +1,4 @@
-"""One episode: rewards, and what is closed whatever happens."""
+"""One episode: rewards, and what is closed after any outcome."""
 
 import asyncio
 import threading
@@ -46,7 +46,7 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("kind", REWARDS)
-async def test_case_22_a_bad_reward_fails_the_episode_and_is_no_zero(hermes, kind):
+async def test_case_22_a_bad_reward_fails_the_episode_and_is_not_zero(hermes, kind):
     fn, cause = REWARDS[kind]
     t = await play(Echo, ["x"], hermes, env_args={"ends": 1}, rewards=[Reward(fn, "bad", timeout_s=0.1)])
     HANG.set()
@@ -190,7 +190,7 @@ async def test_case_27_close_after_a_cancel(hermes, env, when):
     assert [e.closed for e in Echo.made] == [1]
 
 
-async def test_case_27_close_goes_on_when_a_cancel_comes_while_closing(hermes):
+async def test_case_27_closing_continues_when_it_is_cancelled(hermes):
     closing, go_on = asyncio.Event(), asyncio.Event()
 
     class SlowState(AsyncEcho):
@@ -235,7 +235,7 @@ async def test_case_27_close_when_every_other_call_of_the_environment_hangs(herm
     runner.close()
 
 
-async def test_an_engine_that_fails_on_release_ends_nothing(hermes):
+async def test_an_engine_that_fails_on_release_does_not_end_the_run(hermes):
     engine = FakeGenerator(hermes, ["x"])
 
     async def release(session):

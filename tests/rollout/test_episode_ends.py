@@ -1,4 +1,4 @@
-"""One episode: what ends it, and contracts that user code breaks."""
+"""One episode: what ends it, and contract violations of user code."""
 
 import pytest
 from doubles import SAMPLED, call, play, trajectory
@@ -110,13 +110,13 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", BAD_ANSWERS.values(), ids=BAD_ANSWERS)
-async def test_nonsense_from_the_engine_is_its_failure(hermes, answer):
+async def test_an_invalid_generation_is_an_engine_failure(hermes, answer):
     t = await play(Echo, [answer], hermes)
     assert t.stop_reason is StopReason.ENGINE_FAILURE
     assert Echo.made[0].closed == 1
 
 
-async def test_a_generation_cut_by_length_is_no_parse_error_and_ends_the_episode(hermes):
+async def test_a_generation_cut_by_length_is_not_a_parse_error_and_ends_the_episode(hermes):
     t = await play(Echo, ["<tool_call>{" + "x" * 500], hermes, max_response_tokens=40, max_invalid_actions=1)
     assert t.stop_reason is StopReason.MAX_TOKENS
     assert t.turns[0].action.errors == ()
@@ -178,7 +178,7 @@ async def test_the_last_observation_is_not_appended_when_turns_run_out(hermes):
         (lambda: StepResult("x", info=None), "info must be a mapping"),
     ],
 )
-async def test_a_broken_contract_stops_the_run_with_a_sentence_and_closes(hermes, step, message):
+async def test_a_contract_violation_stops_the_run_with_a_sentence_and_closes(hermes, step, message):
     class Broken(Echo):
         async def step(self, action):
             return step()
@@ -189,7 +189,7 @@ async def test_a_broken_contract_stops_the_run_with_a_sentence_and_closes(hermes
 
 
 @pytest.mark.parametrize("first", [(), [], None, 5, [{"role": "user"}]])
-async def test_a_first_observation_that_is_none_stops_the_run(hermes, first):
+async def test_an_invalid_first_observation_stops_the_run(hermes, first):
     class Broken(Echo):
         async def reset(self, task, *, seed):
             return first
@@ -199,7 +199,7 @@ async def test_a_first_observation_that_is_none_stops_the_run(hermes, first):
     assert Echo.made[0].closed == 1
 
 
-async def test_a_step_that_is_not_defined_is_the_environments_failure(hermes):
+async def test_a_missing_step_is_a_failure_of_the_environment(hermes):
     class Nothing(Env):
         pass
 

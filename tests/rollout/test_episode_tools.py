@@ -1,4 +1,4 @@
-"""One episode: what the policy calls, and what it is told."""
+"""One episode: tool calls, and what the policy reads."""
 
 import asyncio
 import threading
@@ -52,7 +52,7 @@ async def test_case_13_a_call_inside_thinking_is_not_made(hermes):
         "]",
     ],
 )
-async def test_case_14_malformed_calls_are_told_and_the_episode_goes_on(hermes, body):
+async def test_case_14_malformed_calls_are_reported_and_the_episode_continues(hermes, body):
     t = await played(f"<tool_call>{body}</tool_call>", hermes)
     assert t.stop_reason is StopReason.TERMINATED
     assert Calculator.calls == 0
@@ -62,7 +62,7 @@ async def test_case_14_malformed_calls_are_told_and_the_episode_goes_on(hermes, 
 @pytest.mark.parametrize(
     "body", ["[]", "5", "null", '{"name": "add"}', '"x"', '{"name": "add", "arguments": [1]}', '{"arguments": {}}']
 )
-async def test_case_15_json_of_the_wrong_type_is_told(hermes, body):
+async def test_case_15_json_of_the_wrong_type_is_reported(hermes, body):
     t = await played(f"<tool_call>{body}</tool_call>", hermes)
     assert (t.stop_reason, Calculator.calls) == (StopReason.TERMINATED, 0)
     assert not t.turns[0].action.valid
@@ -81,7 +81,7 @@ async def test_case_16_surplus_calls_are_kept_as_tokens_and_answered(hermes):
     assert str(t.turns[0].observation.messages).count("at most 2 calls") == 2
 
 
-async def test_an_unknown_tool_and_bad_arguments_are_told(hermes):
+async def test_an_unknown_tool_and_bad_arguments_are_reported(hermes):
     t = await played(call("ad", a=1) + call("add", a="x") + call("add", a=1, c=2), hermes)
     assert [r.is_error for r in t.turns[0].action.results] == [True, True, True]
     assert "did you mean 'add'" in t.turns[0].action.results[0].content
@@ -145,7 +145,7 @@ class Bad(ToolEnv):
         ("huge", "[cut: the first", False),
     ],
 )
-async def test_case_18_a_bad_tool_is_an_observation_and_the_episode_goes_on(hermes, name, expected, is_error):
+async def test_case_18_a_failing_tool_is_an_observation_and_the_episode_continues(hermes, name, expected, is_error):
     t = await play(Bad, [call(name), "<answer>x</answer>"], hermes)
     Bad.released.set()
     (result,) = t.turns[0].action.results
@@ -180,7 +180,7 @@ class SyncSetup(Stateful):
 
 
 @pytest.mark.parametrize("kind", [Stateful, SyncSetup])
-async def test_a_tool_with_state_is_set_up_and_closed_once_whatever_close_does(hermes, kind):
+async def test_a_tool_with_state_is_set_up_and_closed_once_even_if_close_fails(hermes, kind):
     class WithTool(Echo, ToolEnv):
         tools = tuple({kind, Stateful})
         step = ToolEnv.step

@@ -1,4 +1,4 @@
-"""Back-pressure and fairness of a rollout: what is bounded stays bounded, nothing waits for somebody else's slow tool, order is kept."""
+"""Back-pressure and fairness of a rollout: bounds hold, a slow tool delays only its callers, order is kept."""
 
 import asyncio
 import threading
@@ -49,13 +49,13 @@ async def test_episodes_start_in_the_order_in_which_they_were_issued(hermes):
     assert [index_of(r) for r in engine.requests if r.turn == 0] == list(range(24))
 
 
-async def test_one_that_failed_starts_again_behind_those_that_wait(hermes):
+async def test_a_failed_episode_is_started_again_after_the_waiting_ones(hermes):
     engine = FakeGenerator(hermes, lambda r: EngineFailure("503") if r.session == "0-0" else "x")
     await Rollout(make_runner(Desk, engine, hermes), RolloutLimits(concurrency=1)).run(groups_of(1, 6))
     assert [r.session for r in engine.requests] == ["0-0", "1-0", "2-0", "3-0", "4-0", "5-0", "0-1"]
 
 
-async def test_a_slow_reward_holds_back_new_episodes(hermes):
+async def test_a_slow_reward_delays_new_episodes(hermes):
     """Finished ones that wait to be scored count among `concurrency`, with those that run: they cannot pile up."""
     gate, scoring = asyncio.Event(), []
 
@@ -77,7 +77,7 @@ async def test_a_slow_reward_holds_back_new_episodes(hermes):
     assert Desk.most <= 3
 
 
-async def test_whoever_hears_of_results_slowly_is_not_overrun(hermes):
+async def test_a_slow_progress_callback_limits_the_episodes_in_flight(hermes):
     """`progress` is called where the episode ends, so no result waits for it in a queue."""
     engine, heard = FakeGenerator(hermes, ["x"]), []
 
@@ -125,7 +125,7 @@ class Block(Kitchen):
 
 
 @pytest.mark.parametrize(("env", "gate"), [(Kitchen, asyncio.Event), (Block, threading.Event)])
-async def test_a_slow_tool_holds_up_only_the_episodes_that_call_it(hermes, env, gate):
+async def test_a_slow_tool_delays_only_the_episodes_that_call_it(hermes, env, gate):
     Kitchen.gate, Kitchen.order = gate(), []
     script = lambda r: "x" if r.turn else call("stew" if index_of(r) < 4 else "snack", n=index_of(r))  # noqa: E731
     runner, heard = make_runner(env, script, hermes), []
@@ -141,7 +141,7 @@ async def test_a_slow_tool_holds_up_only_the_episodes_that_call_it(hermes, env, 
     runner.close()
 
 
-async def test_slow_environments_share_their_threads_and_hold_up_no_others(hermes):
+async def test_slow_environments_share_their_threads_and_delay_no_others(hermes):
     """Sync methods have as many threads as the environment says; async ones of the same environment need none."""
     gate, at_once = threading.Event(), []
 
@@ -189,7 +189,7 @@ async def test_an_observation_of_megabytes_does_not_block_the_event_loop(hermes)
     assert max(gaps) < sum(gaps) / 2, "rendering them is nearly all of the time"
 
 
-async def test_groups_are_taken_from_their_source_as_places_become_free(hermes):
+async def test_groups_are_read_from_their_source_as_slots_become_free(hermes):
     taken, ahead = 0, []
 
     def source():

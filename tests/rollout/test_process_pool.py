@@ -1,4 +1,4 @@
-"""Runner processes: the same episodes in one process or in several, whatever happens to the processes."""
+"""Runner processes: the same episodes in one process or several, also when processes fail."""
 
 import asyncio
 import json
@@ -119,7 +119,7 @@ def table_of(said: str) -> str:
     return said[said.rindex("stop reason") : said.rindex("groups dropped")]
 
 
-async def test_the_number_of_processes_changes_nothing(settings, servers):
+async def test_the_number_of_processes_does_not_change_the_episodes(settings, servers):
     one, said_one = await run(settings("one", 1))
     two, said_two = await run(settings("two", 2))
     assert len(one) == 24
@@ -156,7 +156,7 @@ async def test_sessions_stick_to_a_server(settings, servers):
         assert all(any(c[: len(d)] == d for d in contexts if len(d) < len(c)) for c in longer)
 
 
-async def test_concurrency_counts_over_all_processes_whoever_is_slow(settings, servers, monkeypatch):
+async def test_concurrency_is_limited_over_all_processes(settings, servers, monkeypatch):
     for server in servers:
         server.delay_s = 0.05
     run = EpisodeRun(Components(settings("slow", 2), trains=False), echo=lambda text: None)
@@ -213,7 +213,7 @@ async def test_a_broken_contract_ends_the_run_with_its_sentence(settings):
     assert not multiprocessing.active_children()
 
 
-async def test_what_cannot_be_pickled_is_said(settings):
+async def test_values_that_cannot_be_pickled_are_reported(settings):
     with pytest.raises(ContractError, match=r"must be picklable: .*--runner-processes 1"):
         await run(settings("odd", 2, does="odd"))
 
@@ -242,14 +242,14 @@ async def test_too_many_failures_stop_it_as_in_one_process(settings):
     assert not multiprocessing.active_children()
 
 
-async def test_a_server_that_goes_and_comes_back(settings, servers):
+async def test_a_server_that_fails_for_a_while_is_used_again(settings, servers):
     config = settings("faults", 2)
     servers[0].faults += [200, 200, 503, 503]  # the first two are how the processes see that it generates
     done, said = await run(config)
     assert len({e["index"] for e in done if e["status"] == "completed"}) == 24, said
 
 
-async def test_every_rollout_takes_the_weights_there_are(settings, servers):
+async def test_every_rollout_uses_the_current_weights(settings, servers):
     run = EpisodeRun(Components(settings("versions", 2), trains=False), echo=lambda text: None)
     try:
         await run.engine.start()
@@ -267,7 +267,7 @@ async def test_every_rollout_takes_the_weights_there_are(settings, servers):
     assert not multiprocessing.active_children()
 
 
-async def test_cancelled_in_the_middle_nothing_is_left(settings, servers):
+async def test_a_cancelled_rollout_leaves_no_process(settings, servers):
     for server in servers:
         server.going.clear()
     job = asyncio.create_task(run(settings("cancelled", 2)))
@@ -278,7 +278,7 @@ async def test_cancelled_in_the_middle_nothing_is_left(settings, servers):
     assert not multiprocessing.active_children()
 
 
-async def test_a_controller_that_is_killed_takes_its_processes_with_it(settings, servers, tmp_path):
+async def test_the_processes_of_a_killed_controller_end(settings, servers, tmp_path):
     for server in servers:
         server.going.clear()
     config = settings("orphans", 2)
@@ -292,7 +292,7 @@ async def test_a_controller_that_is_killed_takes_its_processes_with_it(settings,
     await until(lambda: not session_members(controller.pid))
 
 
-async def test_evaluation_too(settings):
+async def test_an_evaluation_runs_in_several_processes(settings):
     config = settings("eval", 2)
     numbers = await asyncio.wait_for(evaluate_only(config), 120)
     assert numbers["episodes"] == 8

@@ -1,4 +1,4 @@
-"""Recorder: contexts grow by whole spans, sampled ids enter once, and another history opens a segment."""
+"""The recorder: contexts grow by whole spans, sampled ids are appended once, a rewritten history opens a segment."""
 
 import pytest
 from doubles import OBSERVATION, PROMPT, SAMPLED, log_prob
@@ -35,7 +35,7 @@ def test_each_context_is_an_exact_prefix_of_the_next(prompt, turns):
     assert [segment.ids[: len(ids)] for ids in sent] == sent
 
 
-def test_a_context_stays_as_it_was_when_the_episode_goes_on():
+def test_a_context_is_not_modified_when_the_episode_continues():
     recorder = Recorder()
     recorder.open([(PROMPT, [1])])
     first = recorder.context()
@@ -45,14 +45,14 @@ def test_a_context_stays_as_it_was_when_the_episode_goes_on():
     assert (first, second, recorder.context()) == ([1], [1, 2, 3], [1, 2, 3, 4])
 
 
-def test_an_empty_generation_leaves_no_span():
+def test_an_empty_generation_adds_no_span():
     recorder = Recorder()
     recorder.open([(PROMPT, [1])])
     recorder.sampled(generation([]), turn=0, temperature=1.0)
     assert len(recorder.segments()[0].spans) == 1
 
 
-def test_a_demonstration_is_no_sampled_span():
+def test_a_demonstration_is_not_a_sampled_span():
     recorder = Recorder()
     recorder.open([(PROMPT, [1])])
     recorder.sampled(generation([2], demonstration=True), turn=0, temperature=1.0)
@@ -68,7 +68,7 @@ def test_a_greedy_turn_is_recorded_at_temperature_one():
 
 
 @pytest.mark.parametrize("pieces", [[], [(PROMPT, [])]])
-def test_a_segment_without_tokens_is_refused_so_that_indices_stay_true(pieces):
+def test_a_segment_without_tokens_is_refused(pieces):
     recorder = Recorder()
     with pytest.raises(InvariantError, match="at least one token"):
         recorder.open(pieces)
@@ -84,7 +84,7 @@ def test_agents_have_lines_of_their_own():
     assert (recorder.segment_index("a"), recorder.segment_index("b")) == (0, 1)
 
 
-def test_observe_goes_on_with_an_exact_prefix_and_opens_a_segment_otherwise():
+def test_observe_extends_an_exact_prefix_and_opens_a_segment_otherwise():
     recorder = Recorder()
     assert not recorder.observe([1, 2], generation([3]), turn=0, temperature=1.0)
     assert recorder.observe([1, 2, 3, 4], generation([5]), turn=1, temperature=1.0)

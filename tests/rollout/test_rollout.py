@@ -1,4 +1,4 @@
-"""Many episodes: retries, groups by id, group rewards, the table of causes, and the seed law at any concurrency."""
+"""Many episodes: retries, groups, group rewards, the table of causes, and the seed rule at any concurrency."""
 
 import asyncio
 from collections import Counter
@@ -68,7 +68,7 @@ async def test_groups_come_back_in_order_with_all_their_members(hermes):
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-async def test_no_more_than_concurrency_at_once(hermes, concurrency):
+async def test_at_most_concurrency_episodes_run_at_a_time(hermes, concurrency):
     async def script(request):
         await asyncio.sleep(0.02)
         return "x"
@@ -78,7 +78,7 @@ async def test_no_more_than_concurrency_at_once(hermes, concurrency):
     assert min(concurrency, 2) <= engine.most_running <= concurrency
 
 
-async def test_progress_hears_of_every_attempt(hermes):
+async def test_progress_is_called_with_every_attempt(hermes):
     heard = []
     script = lambda r: EngineFailure("503") if index_of(r) == 0 and attempt_of(r) == 0 else "x"  # noqa: E731
     await rollout(hermes, script).run(groups_of(1, 2), heard.append)
@@ -96,7 +96,7 @@ async def test_a_failed_episode_is_run_again_with_new_seeds(hermes, failure):
     assert len(set(first.values())) == 3
 
 
-async def test_case_23_a_group_goes_on_with_enough_members_and_is_dropped_with_fewer(hermes):
+async def test_case_23_a_group_continues_with_enough_members_and_is_dropped_with_fewer(hermes):
     lost = {0, 4, 5}
     script = lambda r: EngineFailure("503") if index_of(r) in lost else "x"  # noqa: E731
     groups, table = await rollout(hermes, script, max_retries=1, min_group_size=2).run(groups_of(2, 3))
@@ -105,13 +105,13 @@ async def test_case_23_a_group_goes_on_with_enough_members_and_is_dropped_with_f
     assert table.by_reason() == {"engine_failure": 6, "terminated": 3}
 
 
-async def test_case_23_a_group_that_was_issued_with_one_member_stands(hermes):
+async def test_case_23_a_group_issued_with_one_member_is_kept(hermes):
     groups, table = await rollout(hermes, ["x"], min_group_size=2).run(groups_of(2, 1))
     assert [len(g.trajectories) for g in groups] == [1, 1]
     assert table.dropped_groups == 0
 
 
-async def test_case_26_one_episode_raises_and_its_siblings_go_on(hermes):
+async def test_case_26_one_episode_raises_and_its_siblings_continue(hermes):
     class Fragile(Talk):
         async def reset(self, task, *, seed):
             if len(Talk.made) == 2:
@@ -152,7 +152,7 @@ async def test_case_30_when_every_episode_fails_the_run_stops_and_does_not_wait(
         await asyncio.wait_for(rollout(hermes, [EngineFailure("down")], concurrency=10).run(groups_of(50, 4)), 10)
 
 
-async def test_one_success_between_them_and_failures_are_none_in_a_row(hermes):
+async def test_a_success_resets_the_count_of_consecutive_failures(hermes):
     script = lambda r: EngineFailure("503") if index_of(r) % 16 and attempt_of(r) == 0 else "x"  # noqa: E731
     groups, table = await rollout(hermes, script, concurrency=8).run(groups_of(16, 4))
     assert len(groups) == 16
@@ -160,7 +160,7 @@ async def test_one_success_between_them_and_failures_are_none_in_a_row(hermes):
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
-async def test_a_small_rollout_of_which_nothing_is_left_stops_the_run_too(hermes, max_retries):
+async def test_a_small_rollout_without_a_group_left_stops_the_run(hermes, max_retries):
     attempts = 2 + 2 * max_retries
     with pytest.raises(
         TooManyFailuresError,
@@ -191,7 +191,7 @@ async def test_a_few_episodes_lost_at_the_start_do_not_stop_it(hermes, lost, sto
     assert (table.failures, table.dropped_groups) == (8, 4)
 
 
-async def test_of_failures_in_the_same_moment_the_first_is_told():
+async def test_of_simultaneous_failures_the_first_is_raised():
     waiting, gate = [], asyncio.Event()
 
     class Fails:
@@ -212,7 +212,7 @@ async def test_of_failures_in_the_same_moment_the_first_is_told():
         await Rollout(Fails(), RolloutLimits(concurrency=12, max_retries=0)).run(groups_of(6, 2))
 
 
-async def test_where_no_group_is_left_the_run_stops_whatever_share_was_lost(hermes):
+async def test_a_rollout_without_a_group_left_stops_the_run_at_any_share_of_losses(hermes):
     script = lambda r: EngineFailure("down") if index_of(r) % 2 else "x"  # noqa: E731
     with pytest.raises(TooManyFailuresError, match=r"6 of 12 episodes were lost .*, and no group is left; the causes:"):
         await rollout(hermes, script).run(groups_of(6, 2))
@@ -361,7 +361,7 @@ def test_a_table_is_unremarkable_only_if_all_terminated(table, plain):
     assert table.unremarkable is plain
 
 
-async def test_the_table_says_what_was_raised_and_where(hermes):
+async def test_the_table_shows_what_was_raised_and_where(hermes):
     class Fragile(Env):
         async def step(self, action):
             raise ValueError("the index is empty")

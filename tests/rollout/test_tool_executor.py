@@ -1,4 +1,4 @@
-"""How tools are called: what the policy is told (cases 16 to 18), what is retried, what fails the episode, and that nobody waits for others."""
+"""Tool execution: what the policy reads (cases 16 to 18), what is retried, what fails the episode, and that slow tools delay only their callers."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ class TestResults:
         assert action.results[0].duration_s >= 0.05
         assert action.calls == calls
 
-    async def test_without_calls_nothing_happens(self, tool_executor):
+    async def test_an_action_without_calls_is_unchanged(self, tool_executor):
         action = Action("just text")
         assert await tool_executor.execute({}, action) is action
 
@@ -105,7 +105,7 @@ class TestResults:
         ).content == '[{"name":"Oslo"}]'
 
     @pytest.mark.parametrize("value", [object(), lambda: 1, {"a": object()}])
-    async def test_what_is_not_text_is_an_error_for_the_policy(self, tool_executor, value):
+    async def test_a_result_without_text_form_is_an_error_for_the_policy(self, tool_executor, value):
         result = await run(tool_executor, tool(name="give")(lambda: value))
         assert result.is_error
         assert result.content.startswith("error: TypeError: ")
@@ -121,7 +121,7 @@ class TestResults:
         while deep:  # one by one, or the interpreter's own recursion takes it apart
             deep = deep.pop()
 
-    async def test_lone_surrogates_become_text_that_a_tokenizer_takes(self, tool_executor):
+    async def test_lone_surrogates_are_replaced(self, tool_executor):
         for value in ("a\ud800b", {"a": "a\ud800b"}, ["\udfff"]):
             result = await run(tool_executor, _giver(value))
             assert not result.is_error
@@ -226,7 +226,7 @@ class TestExceptionsAreThePolicysDoing:
         assert result.is_error
         assert type(raised).__name__ in result.content
 
-    async def test_an_exception_that_cannot_say_what_it_is(self, tool_executor):
+    async def test_an_exception_whose_str_fails_is_named_by_its_type(self, tool_executor):
         class MuteError(Exception):
             def __str__(self):
                 raise RuntimeError("mute")
@@ -236,7 +236,7 @@ class TestExceptionsAreThePolicysDoing:
 
         assert (await run(tool_executor, fail)).content == "error: MuteError"
 
-    async def test_bad_arguments_are_told_and_the_tool_is_not_called(self, tool_executor):
+    async def test_bad_arguments_are_reported_and_the_tool_is_not_called(self, tool_executor):
         def add(a: int, b: int) -> int:
             raise AssertionError("called")
 
@@ -245,7 +245,7 @@ class TestExceptionsAreThePolicysDoing:
         assert "b: Field required" in result.content
         result.content.encode()
 
-    async def test_unknown_tools_are_told_what_there_is(self, tool_executor):
+    async def test_an_unknown_tool_is_reported_with_the_known_names(self, tool_executor):
         def search(query: str): ...
 
         action = await tool_executor.execute(specs(search), Action("x", (call("serach", query="x"),)))
@@ -265,7 +265,7 @@ class TestExceptionsAreThePolicysDoing:
 
         assert (await run(tool_executor, shell, fn="f", timeout_s=1, args="a", self=2)).content == "f 1.0 a 2"
 
-    async def test_surplus_calls_are_told_through_the_environment(self, tool_executor):
+    async def test_surplus_calls_are_reported_by_the_environment(self, tool_executor):
         # case 16: the parser makes them errors, the tool_executor runs the others, the environment tells both
         surplus = ParseError("surplus", "at most 1 calls in one turn; this one was not made: g")
         action = await tool_executor.execute(specs(_giver("done")), Action("x", (call("give"),), (surplus,)))
@@ -315,7 +315,7 @@ class TestInfrastructure:
     @pytest.mark.parametrize(
         "raised", [httpx.InvalidURL("policy wrote it"), httpx.UnsupportedProtocol("gopher"), ValueError("x")], ids=repr
     )
-    async def test_what_the_policy_can_bring_about_is_not_retried(self, tool_executor, raised):
+    async def test_failures_that_the_policy_can_cause_are_not_retried(self, tool_executor, raised):
         tries = []
 
         @tool(retries=2)
@@ -363,7 +363,7 @@ class TestTime:
         assert (await run(tool_executor, hang)).content == "error: hang did not answer within 0.1 s"
         assert tool_executor.counts["hang"]["hung"] == 0
 
-    async def test_past_max_hung_it_fails_at_once(self, tool_executor):
+    async def test_a_tool_with_max_hung_calls_fails_at_once(self, tool_executor):
         gate = threading.Event()
 
         @tool(timeout_s=0.05, max_hung=2)
@@ -377,7 +377,7 @@ class TestTime:
         assert caught.value.cause == f"tool hang: {PoolExhaustedError.__name__}"
         gate.set()
 
-    async def test_a_slow_tool_holds_up_neither_the_loop_nor_the_others(self, tool_executor):
+    async def test_a_slow_tool_delays_neither_the_loop_nor_other_tools(self, tool_executor):
         gate = threading.Event()
 
         @tool(max_concurrency=2)
@@ -438,7 +438,7 @@ class TestTime:
         actions = await asyncio.gather(*(tool_executor.execute(tools, Action("x", (call("work"),))) for _ in range(15)))
         assert [a.results[0].content for a in actions] == ["done"] * 15
 
-    async def test_a_cancelled_episode_gives_its_places_back(self, tool_executor):
+    async def test_a_cancelled_episode_frees_its_slots(self, tool_executor):
         @tool(max_concurrency=1)
         async def work(s: float):
             await asyncio.sleep(s)

@@ -1,4 +1,4 @@
-"""Whole outputs of tools beside the record: kept if that is wanted, once each, shown by the page, compared by a replay."""
+"""Full outputs of tools: saved once with the record if enabled, shown by the page, compared by a replay."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ async def record(hermes, folder, keep=True):
     return list(read_episodes(folder))
 
 
-async def test_an_output_that_was_cut_lies_whole_beside_the_record(hermes, tmp_path):
+async def test_the_full_text_of_a_truncated_output_is_saved_with_the_record(hermes, tmp_path):
     (t, *_) = await record(hermes, tmp_path)
     outputs = Recording(tmp_path).outputs
     assert len(list(outputs.folder.iterdir())) == 2  # of four episodes: each output once
@@ -62,7 +62,7 @@ async def test_an_output_that_was_cut_lies_whole_beside_the_record(hermes, tmp_p
     assert outputs.read("../../etc/passwd") is None
 
 
-async def test_nothing_is_kept_unless_asked(hermes, tmp_path):
+async def test_outputs_are_saved_only_if_enabled(hermes, tmp_path):
     await record(hermes, tmp_path, keep=False)
     assert not (tmp_path / "outputs").exists()
 
@@ -78,7 +78,7 @@ async def test_the_page_shows_it(hermes, tmp_path):
     assert "<b>" not in html_of(detail)
 
 
-async def test_a_replay_says_where_in_the_whole_output_it_differs(hermes, tmp_path):
+async def test_a_replay_reports_the_first_difference_in_the_full_output(hermes, tmp_path):
     members = (await record(hermes, tmp_path))[:2]
 
     class Changed(Pages):
@@ -98,7 +98,7 @@ async def test_a_replay_says_where_in_the_whole_output_it_differs(hermes, tmp_pa
     runner.close()
 
 
-def test_the_flags_through_a_whole_job(tokenizer_dir, tmp_path, monkeypatch):
+def test_the_flag_from_rollout_to_replay(tokenizer_dir, tmp_path, monkeypatch):
     folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     save_file({"x": np.ones(1, np.float32)}, folder / "model.safetensors")

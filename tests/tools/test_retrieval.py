@@ -105,7 +105,7 @@ def test_a_corpus_file_is_read(tmp_path: Path) -> None:
     assert load_corpus(path) == [Passage("0", "A title", "the text"), Passage("1", "", "no title")]
 
 
-def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
+def test_a_line_separator_within_a_text_does_not_end_a_line(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(
         json.dumps({"id": 0, "contents": '"T"\none\u2028two\x85three'}, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -124,7 +124,7 @@ def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
         ("\n", r"holds no passages"),
     ],
 )
-def test_a_bad_corpus_file_says_where(tmp_path: Path, lines: str, message: str) -> None:
+def test_a_bad_corpus_file_is_reported_with_its_line(tmp_path: Path, lines: str, message: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(lines)
     with pytest.raises(DataError, match=message):
