@@ -77,7 +77,7 @@ class Bench:
     async def part(self, name: str, work: Any) -> None:
         try:
             self.keep(name, await work)
-        except Exception as e:  # noqa: BLE001, one part's failure leaves the others
+        except Exception as e:  # noqa: BLE001, a failed part must not prevent the others
             self.result["errors"][name] = f"{type(e).__name__}: {e}"[:2000]
             self.keep(name, None)
             print(f"{name} failed: {self.result['errors'][name]}", flush=True)
@@ -130,7 +130,7 @@ def probe(args: argparse.Namespace, script: str, pattern: str, port: int) -> lis
 async def syncs(
     sync: WeightSync, trainer: Trainer, fleet: Fleet, batch: list[Row], version: list[int], *, cycle: bool
 ) -> list[dict[str, Any]]:
-    """REPEATS times: a step (unless there are no rows), a sync. `cycle`: engine and trainer have the card in turns."""
+    """Run REPEATS times: an optimizer step if there are rows, then a sync. `cycle`: engine and trainer share the GPU."""
     out = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -161,7 +161,7 @@ async def syncs(
 
 
 async def differences(trainer: Trainer, fleet: Fleet, model: Path, vocab: int) -> dict[str, float]:
-    """Log-probs of sampled tokens: engine's against the trainer's, and against transformers' on the same weights."""
+    """Differences of sampled tokens' log-probs: the engine's from the trainer's, and from those of transformers with the same weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -206,7 +206,7 @@ def words(draw: random.Random, count: int) -> str:
 
 
 class Endless:
-    """The fleet, of whose answers it says that they ended by themselves: a model of random weights never ends one."""
+    """A fleet whose generations report finish reason STOP: a model with random weights never samples an end of turn."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -220,7 +220,7 @@ class Endless:
 
 
 class Talk(Env):
-    """Four turns; the policy's words are random, and so are the answers."""
+    """Four turns with random observations."""
 
     def __init__(self) -> None:
         self.draw = random.Random(0)
@@ -234,7 +234,7 @@ class Talk(Env):
 
 
 async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> tuple[float, list[list[list[int]]]]:
-    """256 episodes at once by agentrl's runner, recorded; sampled tokens/s and every context that was sent."""
+    """Run 256 concurrent, recorded episodes; returns sampled tokens per second and every context that was sent."""
     limits = Limits(max_turns=TURNS, max_response_tokens=4096, context_length=8192, max_tokens_per_turn=SAMPLED)
     sampling = SamplingParams(SAMPLED, ignore_eos=True)
     engine: Any = Endless(fleet)
@@ -270,14 +270,14 @@ async def product(fleet: Fleet, renderer: Renderer, seed: int, folder: Path) -> 
             ids += span.ids
         contexts.append(sent)
     sampled = sum(t.sampled_tokens for t in trajectories)
-    # one token in some thousands is an end of turn, at which the engine stops
+    # the engine stops at an end of turn, about one token in several thousand
     if sampled < 0.99 * EPISODES * TURNS * SAMPLED or {len(c) for c in contexts} != {TURNS}:
         raise RuntimeError(f"{sampled} tokens were sampled in {[len(c) for c in contexts][:8]} … turns")
     return sampled / seconds, contexts
 
 
 async def raw(address: str, contexts: list[list[list[int]]]) -> float:
-    """The same contexts and lengths by the plainest client."""
+    """Sampled tokens per second of a minimal client with the same contexts and lengths."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def episode(turns: list[list[int]]) -> None:
@@ -298,7 +298,7 @@ async def raw(address: str, contexts: list[list[list[int]]]) -> float:
 
 
 async def throughput(fleet: Fleet, renderer: Renderer, folder: Path) -> dict[str, Any]:
-    """Alternating runs, the cache flushed before each; the first of each is a warm-up."""
+    """Alternate the two, with an empty cache before each run; the first run of each is a warm-up."""
     ours, theirs = [], []
     engine = fleet.members[0].engine
     for n in range(4):
@@ -374,7 +374,7 @@ async def measure(bench: Bench, args: argparse.Namespace, trainer: Trainer, flee
         )
     sync = ColocatedSync(first, share_gpus=not args.sync_only)
     await sync.begin(trainer)
-    first.policy_version = -1  # whatever the probe left is not ours
+    first.policy_version = -1  # the probe may have left other weights
     for mib in args.bucket_mib:
         sync.bucket_bytes = mib << 20
         work = syncs(sync, trainer, first, batch, version, cycle=not args.sync_only)
@@ -420,7 +420,7 @@ async def differences_on(
 
 
 async def contract(args: argparse.Namespace, fleet: Fleet) -> str:
-    """The contract suite against the running server, in a process of its own."""
+    """Run the contract suite against the running server in a separate process."""
     env = dict(os.environ, AGENTRL_SGLANG=fleet.members[0].engine.address, AGENTRL_SGLANG_MODEL=str(args.model))
     command = [
         sys.executable,

@@ -112,7 +112,7 @@ def test_who_is_in_the_baseline_and_who_is_trained(truncated, reasons, expected)
     assert found == [e if e is None else pytest.approx(e) for e in expected]
 
 
-def test_an_unknown_estimator_is_a_sentence():
+def test_an_unknown_estimator_is_refused_in_one_sentence():
     with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
         group_advantages([], "grop")
 

@@ -1,4 +1,4 @@
-"""Weights on their way out: buckets, the form SGLang takes them in, checksums of joined parameters."""
+"""Buckets of weights, the form in which SGLang reads them, and checksums of joined parameters."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ ALLOWED = {
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
     ("torch.storage", "TypedStorage"),
 }
-"""what a receiver that trusts no pickle lets through: data of torch, no code of SGLang's or ours"""
+"""What a receiver with a restricted unpickler allows: torch's data, no code of SGLang or agentrl."""
 
 
 class Careful(pickle.Unpickler):
@@ -59,7 +59,7 @@ def test_every_tensor_comes_back():
             start += size
 
 
-def test_a_mixture_of_types_keeps_offsets_that_suit():
+def test_mixed_dtypes_keep_aligned_offsets():
     mixed = [("a", torch.ones(3, dtype=torch.bfloat16), [3]), ("b", torch.ones(2), [2]), ("c", torch.ones(2), [2])]
     assert [b.names for b in buckets(mixed, 1000, shared=False)] == [["a"], ["b", "c"]]
 
@@ -98,7 +98,7 @@ def digest(*parts: torch.Tensor, zeros: int = 0) -> str:
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in parts) + bytes(zeros)).hexdigest()[:16]
 
 
-def test_checksums_are_of_what_sglang_holds():
+def test_checksums_are_those_of_sglangs_joined_parameters():
     layer = "model.layers.0."
     names = (
         "self_attn.q_proj.weight",

@@ -1,4 +1,4 @@
-"""Deliveries that cannot be completed end: in a group that nobody joins, in a broadcast that nobody takes, at a server that refuses."""
+"""Deliveries that cannot complete end: a group that nobody joins, a broadcast that nobody receives, a server that refuses."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_a_group_that_nobody_joins():
 
 
 @pytest.mark.slow
-def test_a_broadcast_that_nobody_takes():
+def test_a_broadcast_that_nobody_receives():
     port = free_port()
     receiver = subprocess.Popen([sys.executable, "-c", RECEIVER, port])
     try:

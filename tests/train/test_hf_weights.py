@@ -1,4 +1,4 @@
-"""Hugging Face weights survive the way through megatron's layout bit by bit, at any tensor-parallel size."""
+"""Conversion to megatron's layout and back is bit-exact at any tensor-parallel size."""
 
 import pytest
 
@@ -19,7 +19,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_there_and_back(kind, world):
+def test_a_conversion_and_its_inverse_are_bit_exact(kind, world):
     torch.manual_seed(0)
     tensors = [torch.randn(s) for s in SHAPES[kind]]
     shards = [to_megatron(tensors, kind, LAYOUT, r, world) for r in range(world)]

@@ -141,12 +141,12 @@ def test_collate_points_at_the_position_before_each_chosen_token():
 
 
 @pytest.mark.parametrize("rows", [[], [row(4, [])]])
-def test_a_batch_of_nothing_is_one_token_of_weight_0(rows):
+def test_an_empty_batch_is_one_token_of_weight_0(rows):
     batch = collate(rows, trained_only=True)
     assert (batch.data.weights.tolist(), batch.index.tolist(), sum(batch.counts)) == ([0.0], [0], 0)
 
 
-def test_a_plan_holds_every_row_once_within_the_limit_and_equally_many_parts():
+def test_a_batch_plan_holds_every_row_once_within_the_limit_in_equal_numbers_of_parts():
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 300, 101)]
     parts = batch_plan(lengths, 3, 512)
     assert sorted(i for share in parts for part in share for i in part) == list(range(101))

@@ -170,7 +170,7 @@ def check_step(trainer, hf, rows, folder):
         pytest.param(PP2, 2, id="PP2", marks=FULL),
     ],
 )
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path, settings, world):
+def test_a_resumed_run_continues_bit_exactly(tmp_path, settings, world):
     model = make_model(tmp_path / "model")
     rows, options = make_rows(model), {"megatron": settings, "world_size": world, "micro_batch_tokens": 64}
     with start(model, tmp_path / "a", **options) as trainer:
@@ -248,7 +248,7 @@ def test_a_rank_killed_during_a_step_is_named_soon(tmp_path):
         assert all(p.poll() is not None for p in processes)
 
 
-def test_what_cannot_work_is_said_as_a_usage_error(tmp_path):
+def test_invalid_settings_are_a_usage_error(tmp_path):
     model = make_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="not a multiple"):
         MegatronTrainer(model, megatron=TP2, world_size=3, run_dir=tmp_path)

@@ -68,14 +68,14 @@ def test_tiles(words):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 7])
-def test_how_many_tiles_are_taken_at_once_does_not_matter(tiles, monkeypatch):
+def test_the_chunk_size_does_not_matter(tiles, monkeypatch):
     tensors = [torch.randn(n) for n in (5 * TILE + 3, 1, TILE, 2 * TILE, 7, 3 * TILE - 1)]
     alone = [mixed(t)[0] for t in tensors]
     monkeypatch.setattr(module, "CHUNK", tiles * TILE)
     assert mixed(*tensors) == alone
 
 
-def test_more_tiles_than_are_taken_at_once():
+def test_a_tensor_larger_than_a_chunk():
     content = np.random.default_rng(0).bytes(4 * TILE * 3 + 20)
     tensor = torch.zeros(CHUNK, dtype=torch.int32)
     tail = torch.frombuffer(bytearray(content), dtype=torch.int32)

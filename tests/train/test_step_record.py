@@ -1,4 +1,4 @@
-"""What the trainer was fed comes back from the record array by array."""
+"""Rows are rebuilt from the step record array by array."""
 
 from types import SimpleNamespace
 
