@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.core.sequences import first_difference
 from agentrl.render.renderer import strip_control
@@ -31,7 +31,15 @@ ReadOutput = Callable[[str], str | None]
 """the full output of a tool by its SHA-256, if it was saved"""
 
 
-@dataclass(frozen=True, slots=True)
+class Place(NamedTuple):
+    """A token of the recorded episode."""
+
+    turn: int
+    segment: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """The first difference between a recorded episode and its replay."""
 
@@ -175,12 +183,11 @@ class Comparison:
         if then is None or today is None or then == today:
             return
         (segment, ids_then), (_, ids_today) = then, today
-        at = first_difference(ids_then, ids_today)
-        window = slice(max(0, at - _TOKENS_BEFORE), at + _TOKENS_AFTER)
+        token = first_difference(ids_then, ids_today)
+        window = slice(max(0, token - _TOKENS_BEFORE), token + _TOKENS_AFTER)
         what = "the ids of the first prompt" if turn < 0 else "the ids between the turns"
-        yield Divergence(
-            "template", what, turn, segment, at, self.decode(ids_then[window]), self.decode(ids_today[window])
-        )
+        texts = self.decode(ids_then[window]), self.decode(ids_today[window])
+        yield _divergence(Place(turn, segment, token), "template", what, *texts)
 
     def _departure(self) -> Iterator[Divergence]:
         """Differences that only the engine sees: token limits and stop strings."""
@@ -188,18 +195,15 @@ class Comparison:
         if departure is None or departure.turn >= len(self.then.turns):
             return
         turn = self.then.turns[departure.turn]
-        ids = self._sampled(turn)
+        sampled = len(self._sampled(turn))
         if departure.kind == "room":
-            at = turn.context_length + min(departure.room, len(ids))
-            sampled = f"{len(ids)} tokens sampled ({turn.action.finish_reason.value})"
-            room = f"room for {departure.room} tokens"
-            yield Divergence("limit", "room for the generation", departure.turn, turn.segment, at, sampled, room)
+            place = Place(turn.index, turn.segment, turn.context_length + min(departure.room, sampled))
+            then = f"{sampled} tokens sampled ({turn.action.finish_reason.value})"
+            yield _divergence(place, "limit", "room for the generation", then, f"room for {departure.room} tokens")
         if departure.kind == "stop":
-            at = turn.context_length + max(0, len(ids) - 1)
+            place = Place(turn.index, turn.segment, turn.context_length + max(0, sampled - 1))
             what = "the stop string that ended the generation"
-            yield Divergence(
-                "parser", what, departure.turn, turn.segment, at, str(turn.matched_stop), "not a stop string"
-            )
+            yield _divergence(place, "parser", what, str(turn.matched_stop), "not a stop string")
 
     def _scores(self) -> Iterator[Divergence]:
         last = len(self.then.turns) - 1
@@ -219,7 +223,7 @@ class Comparison:
     def _at(self, turn: int, cause: str, what: str, then: Any, today: Any, *, end: bool = False) -> Divergence:
         """Placed at the first id after this turn's generation that differs, else at the first id after it; `end`: at the segment's last."""
         if turn < 0 or not self.then.turns:
-            return Divergence(cause, what, turn, 0, 0, as_text(then), as_text(today))
+            return _divergence(Place(turn, 0, 0), cause, what, then, today)
         recorded = self.then.turns[turn]
         token = recorded.context_length + len(self._sampled(recorded))
         sent_then, sent_today = (self._sent(side, turn + 1) for side in (self.then, self.today))
@@ -227,7 +231,7 @@ class Comparison:
             token = max(0, len(self.then.segments[recorded.segment]) - 1)
         elif sent_then and sent_today and sent_then != sent_today and sent_then[0] == recorded.segment:
             token = first_difference(sent_then[1], sent_today[1])
-        return Divergence(cause, what, turn, recorded.segment, token, as_text(then), as_text(today))
+        return _divergence(Place(turn, recorded.segment, token), cause, what, then, today)
 
     def _in_generation(self, turn: int, cause: str, what: str, then: Any, today: Any, offset: int) -> Divergence:
         """Placed at the token of the generation that holds the character `offset` of its text."""
@@ -237,8 +241,7 @@ class Comparison:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if len(self.decode(ids[: middle + 1])) > offset else (middle + 1, high)
-        token = recorded.context_length + low
-        return Divergence(cause, what, turn, recorded.segment, token, as_text(then), as_text(today))
+        return _divergence(Place(turn, recorded.segment, recorded.context_length + low), cause, what, then, today)
 
     def _offset(self, text: str, then: Any, today: Any) -> int:
         """Where the first differing value stands in the text (of a whole call: its longest part); 0 if it cannot be located."""
@@ -270,6 +273,18 @@ class Comparison:
         left = self.departure
         requested = trajectory is self.today and left is not None and left.turn > turn
         return turn + 1 < len(trajectory.turns) or requested
+
+
+def _divergence(place: Place, cause: str, what: str, then: Any, today: Any) -> Divergence:
+    return Divergence(
+        cause=cause,
+        what=what,
+        turn=place.turn,
+        segment=place.segment,
+        token=place.token,
+        then=as_text(then),
+        today=as_text(today),
+    )
 
 
 def _reason(t: Trajectory) -> str:
