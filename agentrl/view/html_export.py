@@ -10,24 +10,6 @@ from typing import Any
 from agentrl.store import encode
 from agentrl.view.page_server import asset
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<main id="main"></main>
-<script type="application/json" id="episode-data">{data}</script>
-<script>{script}</script>
-<script>{start}</script>
-</body>
-</html>
-"""
 _POLICY = (
     "default-src 'none'; img-src data:; script-src {scripts}; style-src {style}; base-uri 'none'; form-action 'none'"
 )
@@ -43,13 +25,17 @@ def html_of(detail: Mapping[str, Any]) -> str:
     for character, escape in _ESCAPES.items():
         data = data.replace(character, escape)
     name = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(detail["episode_id"]))
-    return _PAGE.format(
-        title=f"episode {name}",
-        style=style,
-        policy=_POLICY.format(style=_hash(style), scripts=f"{_hash(script)} {_hash(_START)}"),
-        data=data,
-        script=script,
-        start=_START,
+    return (
+        asset("episode.html")
+        .decode()
+        .format(
+            title=f"episode {name}",
+            style=style,
+            policy=_POLICY.format(style=_hash(style), scripts=f"{_hash(script)} {_hash(_START)}"),
+            data=data,
+            script=script,
+            start=_START,
+        )
     )
 
 
