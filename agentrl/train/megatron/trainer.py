@@ -89,8 +89,7 @@ class MegatronTrainer:
         ]
         arguments = [{"setup": setup} for setup in setups]
         self.ranks: list[RankInfo] = self.pool.request("start", arguments, min(timeout_s, START_TIMEOUT_S))
-        self.copies = ranks // ranks_per_copy
-        self.stages = max(r.pipeline_rank for r in self.ranks) + 1
+        self.copies, self.stages = ranks // ranks_per_copy, max(r.pipeline_rank for r in self.ranks) + 1
         self.multiple = self.ranks[0].multiple
 
     def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
