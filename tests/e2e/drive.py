@@ -1,4 +1,4 @@
-"""Runs `agentrl train` and, if told so, dies of SIGKILL at a chosen moment: `drive.py WHEN STEP WORDS…`, WHEN = never | rollout | train."""
+"""Run `agentrl train`, and kill it with SIGKILL at a given moment: `drive.py WHEN STEP WORDS…`, WHEN = never | rollout | train."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ def die() -> None:
 
 
 def kill_in_rollout(ordinal: int) -> None:
-    """Die when the episode of that ordinal is over, while its siblings run."""
+    """Die when the episode with this ordinal is finished, while others of its group run."""
     run = EpisodeRunner.run
 
     async def dying(self, spec):
@@ -30,7 +30,7 @@ def kill_in_rollout(ordinal: int) -> None:
 
 
 def kill_in_train(number: int) -> None:
-    """Die while the trainer works on its step of that number."""
+    """Die during the trainer's step with this number."""
     step, calls = MegatronTrainer.step, [0]
 
     def dying(self, rows, loss, lr):

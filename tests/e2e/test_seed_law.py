@@ -1,4 +1,4 @@
-"""The seed law on the local engine, through the runner: equal episodes whatever runs beside them."""
+"""The seed law on the local engine, through the runner: episodes do not depend on what runs at the same time."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a real training run fed its trainer, against what its record says: the same rows, array by array, and the trainer's log-probs."""
+"""The rows rebuilt from the record of a training run equal those that the trainer was given, array by array; so do its log-probs."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a person sees of a run, the numbers behind it, and the learning rate."""
+"""The report of a run, its metrics, and the learning rate."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ def table_of(*groups, retried=0, dropped=0, extra=()):
 
 
 def rolled(report, step, *groups, violations=0, **more):
-    """A rollout's numbers, given to the report as the loop does."""
+    """Add a rollout to the report, as the loop does."""
     table = table_of(*groups, **more)
     row = rollout_metrics(groups, table, violations) | {"train/rows": 4, "train/steps": 2, "train/grad_norm": 0.5}
     report.add_episodes(groups, table, violations)
@@ -40,10 +40,10 @@ def evaluated(report, step, *groups, name="test"):
     report.add_evaluation(step, name, eval_metrics(name, groups), 0.5)
 
 
-# -- numbers ---------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def test_numbers_of_a_rollout_are_of_the_episodes_that_stand():
+def test_metrics_of_a_rollout_cover_the_complete_groups():
     flat, mixed = group_of(1.0, 1.0), group_of(0.0, 1.0, index=1, reasons=[StopReason.TERMINATED, StopReason.MAX_TURNS])
     failed = trajectory(reason=StopReason.TOOL_FAILURE, cause="InfraError")
     row = rollout_metrics([flat, mixed], table_of(flat, mixed, retried=1, dropped=2, extra=[failed]), 7)
@@ -133,7 +133,7 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(style, rates):
     assert rollout_learning_rate(config, 6) == pytest.approx(1.0 if style == "constant" else 0.1)
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_causes_follows_a_rollout_only_if_it_says_something():
@@ -155,7 +155,7 @@ def test_the_table_of_causes_follows_a_rollout_only_if_it_says_something():
     assert "(1 questions, 1 episodes, 0.5 s)" in report.eval_line(2, "test", 0.5)
 
 
-def test_the_last_words_hold_the_table_of_the_whole_run_and_the_curve(tmp_path):
+def test_the_closing_summary_holds_the_causes_of_the_whole_run_and_the_curve(tmp_path):
     report = Report()
     rolled(report, 0, group_of(0.0, 0.0), extra=[trajectory(reason=StopReason.ENGINE_FAILURE, cause="gone")])
     rolled(report, 1, group_of(1.0, 1.0))
@@ -235,7 +235,7 @@ def test_several_evaluation_sets_keep_their_names():
     assert (found["eval_nq_reward_last"], found["eval_hotpot_questions"]) == (1.0, 1)
 
 
-def test_a_report_goes_on_from_its_state():
+def test_a_report_continues_from_its_state():
     report, again = Report(), Report()
     evaluated(report, 0, group_of(0.0))
     rolled(report, 0, group_of(1.0, 0.0), extra=[trajectory(reason=StopReason.ENV_FAILURE, cause="db")], dropped=1)

@@ -1,4 +1,4 @@
-"""`agentrl rollout` and `agentrl eval` from the command line to the run folder, on an engine that says what a script tells it."""
+"""`agentrl rollout`, `eval` and `train` from the command line to the run folder, on an engine that follows a script."""
 
 import json
 import re

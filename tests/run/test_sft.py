@@ -1,4 +1,4 @@
-"""`agentrl sft`: what the trainer was fed is in the run folder, beside the episodes it was made of."""
+"""`agentrl sft`: the run folder holds the episodes and the batches that the trainer was given."""
 
 import asyncio
 import json
