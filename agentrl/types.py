@@ -218,7 +218,7 @@ class Observation:
 
     @classmethod
     def of(cls, value: Observation | str | Message | Sequence[Message]) -> Observation:
-        """The observation of a value.
+        """Convert a value to an observation.
 
         Args:
             value: an Observation, a text (which becomes one user message), a message, or a list of messages.

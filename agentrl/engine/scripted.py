@@ -251,7 +251,8 @@ def _in_order(answers: Sequence[Answer]) -> Script:
     def script(request: ScriptedRequest) -> Answer:
         if request.number >= len(answers):
             raise EngineFailure(
-                f"the script has {len(answers)} answers; session {request.session} requests one more", "script is over"
+                f"the script has only {len(answers)} answers, but session {request.session} requested another",
+                "script ended",
             )
         return answers[request.number]
 

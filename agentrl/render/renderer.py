@@ -229,17 +229,17 @@ class Renderer:
         *,
         context: Sequence[int] | None = None,
     ) -> Action:
-        """The action in sampled ids.
+        """Parse sampled ids into an action.
 
         Args:
-            ids: What was sampled, with or without the end token.
+            ids: The sampled ids, with or without the end token.
             finish_reason: Why the generation ended.
-            max_calls: Further calls are surplus.
-            context: The ids before them. It decides whether the template prefilled anything: some templates do not after a tool's
+            max_calls: Calls beyond this number are surplus.
+            context: The ids before them. They show whether the template prefilled text, which some templates do not after a tool's
                 result. None: it did, as after a user's message.
 
         Returns:
-            The action. Its text includes what the template prefilled (an open `<think>`), but no end token.
+            The action. Its text includes the prefilled text (an open `<think>`), but no end token.
         """
         text = self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self._last_ids else ids)
         if self.prefill and (context is None or self.tokenizer.decode(context[-_PREFILL_IDS:]).endswith(self.prefill)):

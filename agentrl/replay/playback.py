@@ -118,7 +118,7 @@ def sampled_span(trajectory: Trajectory, turn: Turn) -> Span | None:
 
 
 class PlaybackTools:
-    """Answers the calls of one recorded episode with their recorded results; the tools in `live` are really called."""
+    """Answers the calls of one recorded episode with their recorded results; the tools in `live` are called again."""
 
     def __init__(self, generator: PlaybackGenerator, real: ToolExecutor, live: Container[str] = ()) -> None:
         self.generator = generator

@@ -201,7 +201,7 @@ def _error(call: ToolCall, message: str) -> ToolResult:
 
 
 def _result_parts(result: ToolResult, parts: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """The texts and images of a result in order; where the text was truncated, what is left of it and then the images."""
+    """Return the texts and images of a result in order. If the text was truncated: the remaining text, then the images."""
     if result.full_bytes is None:
         return tuple(p if is_image(p) else {**p, "text": _clean(str(p.get("text", "")))} for p in parts)
     return ({"type": "text", "text": result.content}, *(p for p in parts if is_image(p)))

@@ -33,7 +33,7 @@ _CLASSES = (
 )
 """File, class, and the dataclass that is constructed with its fields."""
 _TYPES: dict[str, type] = {"str": str, "float": float, "int": int, "bool": bool}
-"""Types that a flag can have; of several in a union, the first one here."""
+"""Types that a flag can have. For a union, the first one listed here is used."""
 _LISTS = {"list", "List", "tuple", "Tuple"}
 _NOT_TYPES = {"Optional", "Union", "Literal", "None", "typing"}
 
