@@ -20,7 +20,7 @@ from agentrl.errors import InvariantError
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One training sequence. Every array has one entry per token; entry t belongs to the prediction of token t from the tokens before it."""
 
@@ -54,7 +54,7 @@ class Row:
             raise InvariantError("the first token has no context and cannot be trained on")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
     """The loss of one optimizer step; train/megatron/loss.py has the formulas and their sources."""
 
@@ -83,7 +83,7 @@ class Receiver:
     """tensor-parallel size of the server"""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class DeliveryReport:
     """The result of one pipeline stage's delivery of weights."""
 

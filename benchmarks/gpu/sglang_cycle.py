@@ -108,7 +108,8 @@ def rows(vocab: int, count: int = 8, length: int = 512) -> list[Row]:
         weights[0] = 0
         zeros = np.zeros(length, np.float32)
         ids = draw.integers(10, vocab, length).astype(np.int32)
-        out.append(Row(ids, weights, zeros, zeros, np.ones(length, np.float32)))
+        ones = np.ones(length, np.float32)
+        out.append(Row(tokens=ids, weights=weights, advantages=zeros, rollout_log_probs=zeros, temperature=ones))
     return out
 
 
@@ -175,7 +176,9 @@ async def differences(trainer: Trainer, fleet: Fleet, model: Path, vocab: int) -
         ids = np.array([*p, *g.ids], np.int32)
         w, z = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
         w[0] = 0
-        batch.append(Row(ids, w, z, z, np.ones(len(ids), np.float32)))
+        batch.append(
+            Row(tokens=ids, weights=w, advantages=z, rollout_log_probs=z, temperature=np.ones(len(ids), np.float32))
+        )
     said = np.array([g.log_probs for g in answers])
     ours = np.array([lp[64:] for lp in await asyncio.to_thread(trainer.log_probs, batch)])
     folder = model.parent / "exported"

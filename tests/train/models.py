@@ -74,7 +74,7 @@ def make_rows(model: Path, count: int = 7, *, temperature: float = 1.0, seed: in
             mask[:] = 0
         heat = np.where(mask > 0, np.float32(temperature), np.float32(1)).astype(np.float32)
         zero = np.zeros(n, np.float32)
-        bare = Row(tokens, mask, zero, zero, heat)
+        bare = Row(tokens=tokens, weights=mask, advantages=zero, rollout_log_probs=zero, temperature=heat)
         with torch.no_grad():
             now = hf_log_probs(hf, bare).numpy()
 
@@ -82,7 +82,17 @@ def make_rows(model: Path, count: int = 7, *, temperature: float = 1.0, seed: in
             return ((now + scale * rng.standard_normal(n)) * mask).astype(np.float32)
 
         advantages = (rng.standard_normal(n) * mask).astype(np.float32)
-        rows.append(Row(tokens, (mask / 50).astype(np.float32), advantages, off(0.1), heat, off(0.3), off(0.5)))
+        rows.append(
+            Row(
+                tokens=tokens,
+                weights=(mask / 50).astype(np.float32),
+                advantages=advantages,
+                rollout_log_probs=off(0.1),
+                temperature=heat,
+                old_log_probs=off(0.3),
+                ref_log_probs=off(0.5),
+            )
+        )
     return rows
 
 

@@ -18,6 +18,12 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def token_data(weights, advantages, **more) -> TokenData:
+    """Inputs of the loss for tokens whose rollout log-probs are 0."""
+    zeros = torch.zeros(len(weights))
+    return TokenData(weights=tensor(*weights), advantages=tensor(*advantages), rollout_log_probs=zeros, **more)
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "value", "clipped"),
     [
@@ -39,7 +45,7 @@ def test_surrogate_by_hand(ratio, advantage, loss, value, clipped):
 
 def test_a_clipped_token_has_no_gradient():
     log_probs = tensor(math.log(1.5), math.log(1.1)).requires_grad_()
-    data = TokenData(tensor(1, 1), tensor(1, 1), tensor(0, 0), tensor(0, 0), None)
+    data = token_data((1, 1), (1, 1), old_log_probs=tensor(0, 0))
     token_loss(log_probs, tensor(0, 0), data, LossConfig())[0].backward()
     assert log_probs.grad.tolist() == pytest.approx([0.0, -1.1])
 
@@ -87,9 +93,7 @@ def test_all_terms_and_statistics_by_hand():
 
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_reinforce():
     now = tensor(-1.0, -2.0).requires_grad_()
-    total, _, _ = token_loss(
-        now, tensor(0, 0), TokenData(tensor(0.5, 0.25), tensor(2, -4), tensor(0, 0), None, None), LossConfig()
-    )
+    total, _, _ = token_loss(now, tensor(0, 0), token_data((0.5, 0.25), (2, -4)), LossConfig())
     total.backward()
     assert total.item() == pytest.approx(-0.5 * 2 + 0.25 * 4, abs=1e-6)
     assert now.grad.tolist() == pytest.approx([-1.0, 1.0])
@@ -97,9 +101,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_reinforce():
 
 def test_sft_is_cross_entropy():
     now = tensor(-1.0, -2.0)
-    total, _, _ = token_loss(
-        now, tensor(0, 0), TokenData(tensor(0.5, 0.25), tensor(0, 0), tensor(0, 0), None, None), LossConfig(kind="sft")
-    )
+    total, _, _ = token_loss(now, tensor(0, 0), token_data((0.5, 0.25), (0, 0)), LossConfig(kind="sft"))
     assert total.item() == pytest.approx(1.0)
 
 
@@ -126,7 +128,14 @@ def row(n: int, trained: list[int], **more: object) -> Row:
     weights = np.zeros(n, np.float32)
     weights[trained] = 0.5
     zero = np.zeros(n, np.float32)
-    return Row(np.arange(n, dtype=np.int32) + 10, weights, zero, zero, np.full(n, 0.7, np.float32), **more)
+    return Row(
+        tokens=np.arange(n, dtype=np.int32) + 10,
+        weights=weights,
+        advantages=zero,
+        rollout_log_probs=zero,
+        temperature=np.full(n, 0.7, np.float32),
+        **more,
+    )
 
 
 def test_collate_points_at_the_position_before_each_chosen_token():

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.errors import ConfigError, InvariantError, StoreError, WorkerError
-from agentrl.train.base import LossConfig, Row
+from agentrl.train.base import LossConfig
 from agentrl.train.megatron.trainer import MegatronTrainer
 
 pytestmark = pytest.mark.slow
@@ -203,10 +204,10 @@ def numbers(trainer, rows, lr):
 
 
 def refusals(trainer, rows):
-    """Wrong requests are refused before any rank is troubled."""
+    """Invalid requests are refused before any rank receives them."""
     with pytest.raises(InvariantError, match="empty"):
         trainer.log_probs([])
-    bare = [Row(r.tokens, r.weights, r.advantages, r.rollout_log_probs, r.temperature) for r in rows]
+    bare = [replace(r, old_log_probs=None, ref_log_probs=None) for r in rows]
     with pytest.raises(InvariantError, match="ref_log_probs"):
         trainer.step(bare, LossConfig(kl_loss_coef=0.1), 1e-3)
     with pytest.raises(InvariantError, match="all or none"):

@@ -146,5 +146,6 @@ def test_a_row_refuses(name, bad):
 
 def test_a_row_refuses_a_first_token_that_is_trained():
     zeros = np.zeros(2, np.float32)
+    tokens = np.arange(2, dtype=np.int32)
     with pytest.raises(InvariantError, match="no context"):
-        Row(np.arange(2, dtype=np.int32), ones(2), zeros, zeros, ones(2))
+        Row(tokens=tokens, weights=ones(2), advantages=zeros, rollout_log_probs=zeros, temperature=ones(2))

@@ -23,7 +23,7 @@ from torch import Tensor
 from agentrl.train.base import LossConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenData:
     """Inputs of the loss for each trained token; all tensors have shape [n], fp32."""
 
@@ -31,8 +31,8 @@ class TokenData:
     advantages: Tensor
     rollout_log_probs: Tensor
     """0 where the engine did not sample the token"""
-    old_log_probs: Tensor | None
-    ref_log_probs: Tensor | None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:

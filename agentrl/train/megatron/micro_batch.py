@@ -65,7 +65,7 @@ def collate(
             index=tensor(np.zeros(1), np.int64),
             labels=tensor(np.zeros(1), np.int64),
             temperature=tensor(np.ones(1), np.float32),
-            data=TokenData(zero, zero, zero, None, None),
+            data=TokenData(weights=zero, advantages=zero, rollout_log_probs=zero),
             counts=counts,
         )
 
