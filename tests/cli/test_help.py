@@ -123,7 +123,7 @@ def test_a_flag_of_sglang_is_explained(capsys, monkeypatch):
     from agentrl.engine.sglang import installation, server_flags
 
     flag = {"type": "float", "choices": None, "default": 0.9, "help": "its share"}
-    found = installation.Installation(python=sys.executable, package="sglang", version="0.5.9")
+    found = installation.Installation(python=sys.executable, version="0.5.9")
     monkeypatch.setattr(installation, "find_installation", lambda: found)
     monkeypatch.setattr(server_flags, "server_flags", lambda _: {"mem-fraction-static": flag})
     text = printed(capsys, "help", "sglang-mem-fraction-static")

@@ -48,7 +48,7 @@ def installation(tmp_path):
     package = tmp_path / "sglang"
     (package / "srt").mkdir(parents=True)
     (package / "srt/server_args.py").write_text(SERVER_ARGS)
-    return Installation(python=Path(sys.executable), package=package, version="0.5.23", pythonpath=(str(tmp_path),))
+    return Installation(python=Path(sys.executable), version="0.5.23", pythonpath=(str(tmp_path),))
 
 
 def test_flags_are_checked_by_name(installation):
@@ -85,8 +85,8 @@ def test_flags_are_listed_by_the_interpreter_that_has_sglang(installation):
     assert flags["quiet"]["type"] == "switch"
 
 
-def test_flags_are_left_to_the_server_if_sglang_cannot_be_imported(installation):
-    (installation.package / "srt/server_args.py").write_text("import no_such_package")
+def test_flags_are_left_to_the_server_if_sglang_cannot_be_imported(installation, tmp_path):
+    (tmp_path / "sglang/srt/server_args.py").write_text("import no_such_package")
     check_flags({"mem_fraction_statik": 0.5}, installation)
     with pytest.raises(ConfigError, match="--sglang-dtype is not accepted"):
         check_flags({"dtype": "x"}, installation)

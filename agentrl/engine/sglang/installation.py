@@ -16,12 +16,10 @@ CPU_ENVIRONMENT = ".venv-sglang"
 """the environment that `make setup-sglang-cpu` creates"""
 DEVICES = Path("/dev")
 """GPUs are counted here if nvidia-smi does not answer."""
-_LOCATE = (
-    "import importlib.util as u,importlib.metadata as m\n"
-    "s=u.find_spec('sglang')\n"
-    "print(list(s.submodule_search_locations)[0] if s else '')\n"
-    "print(m.version('sglang') if s else '')"
-)
+_FIND_VERSION = """
+import importlib.metadata, importlib.util
+print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else "")
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,6 @@ class Installation:
     """An installed SGLang."""
 
     python: Path
-    package: Path
     version: str
     pythonpath: tuple[str, ...] = ()
 
@@ -61,14 +58,12 @@ def find_installation(python: str | None = None, pythonpath: Sequence[str] = ())
         path = shutil.which(candidate)
         if path is None:
             raise ConfigError(f"--engine-python {candidate}: no such program")
-        located = subprocess.run(
-            [path, "-c", _LOCATE], capture_output=True, text=True, env=env, timeout=60, check=False
+        answer = subprocess.run(
+            [path, "-c", _FIND_VERSION], capture_output=True, text=True, env=env, timeout=60, check=False
         )
-        package, _, version = located.stdout.strip().partition("\n")
-        if located.returncode == 0 and package:
-            return Installation(
-                python=Path(path), package=Path(package), version=version.strip(), pythonpath=tuple(pythonpath)
-            )
+        version = answer.stdout.strip()
+        if answer.returncode == 0 and version:
+            return Installation(python=Path(path), version=version, pythonpath=tuple(pythonpath))
     raise ConfigError(
         f"--engine sglang: {candidates[0]} has no SGLang; on a GPU machine `pip install agentrl[sglang]`, on a CPU `make setup-sglang-cpu`, "
         "or name the interpreter that has it with --engine-python"
