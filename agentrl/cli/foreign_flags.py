@@ -1,4 +1,4 @@
-"""Flags of other programs: Megatron's by their own names, SGLang's as `--sglang-NAME`, and slime's that are refused with advice."""
+"""Flags of other programs: Megatron's by their own names, SGLang's as `--sglang-NAME`, and those that flag_advice.py renames or refuses."""
 
 from __future__ import annotations
 
@@ -6,32 +6,19 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from agentrl.cli.flag_advice import REFUSED, SAME, advice, verl_advice
 from agentrl.errors import ConfigError, suggest
 
-REFUSED = {
-    "actor-num-nodes": "training runs on one machine; give --actor-num-gpus-per-node",
-    "load": "to continue a run give --resume RUN; to start from other weights give --hf-checkpoint DIR",
-    "save": "checkpoints are in the run folder; give --run DIR",
-    "micro-batch-size": "micro-batches are packed by tokens; give --max-tokens-per-gpu",
-    "normalize-advantages": "advantages are normalised in the group (--advantage-estimator grpo) or not (dr_grpo)",
-    "true-on-policy-mode": "with --num-steps-per-rollout 1 the ratio is 1 by definition",
-    "over-sampling-batch-size": "over-sampling is not supported; flat groups are counted as flat_groups",
-    "partial-rollout": "partial rollouts are not supported; every rollout is finished",
-    "async-buffer-size": "training is synchronous",
-    "update-weights-interval": "weights are updated after every rollout",
-    "custom-generate-function-path": "write an Env and give --env file.py:Class",
-    "custom-rm-path": "write a function with @reward and give --reward file.py:function",
-    "group-rm": "mark the reward itself: @reward(group=True)",
-    "rm-type": "name a reward, such as --reward em",
-    "use-fault-tolerance": "failed episodes are retried (--max-retries), and a stopped run continues with --resume",
-    "streaming-data": "data files are read whole",
-    "num-data-workers": "data files are read whole",
-    "debug-rollout-only": "use `agentrl rollout`",
-    "debug-train-only": "use `agentrl train --train-only RUN`",
-    "save-debug-rollout-data": "every episode is recorded in the run folder",
-    "load-debug-rollout-data": "use `agentrl train --train-only RUN`",
-}
-"""slime's flags that are not accepted, and what to do instead."""
+
+def own_names(words: Sequence[str]) -> list[str]:
+    """A command line in which flags have our names: `--num_generations=8` becomes `--n-samples-per-prompt=8`."""
+    return [_own_name(word) if word.startswith("--") else word for word in words]
+
+
+def _own_name(word: str) -> str:
+    name, equals, value = word[2:].partition("=")
+    name = name.replace("_", "-")
+    return f"--{SAME.get(name, name)}{equals}{value}"
 
 
 def split_sglang(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -60,17 +47,20 @@ def read_megatron(words: Sequence[str], ours: Iterable[str]) -> dict[str, Any]:
         ConfigError: A flag is unknown or refused, or has no value.
     """
     settings: dict[str, Any] = {}
-    words = list(words)
+    words, ours = list(words), list(ours)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
+            specs = _megatron_flags() if "=" in word else {}
+            if instead := verl_advice(word, [*ours, *specs]):
+                raise ConfigError(f"{word}: agentrl has flags, not verl's keys; {instead}")
             raise ConfigError(f"unexpected {word!r}; flags begin with --")
         name, _, attached = word[2:].partition("=")
-        if name in REFUSED:
-            raise ConfigError(f"--{name} is not accepted: {REFUSED[name]}")
+        if instead := advice(name):
+            raise ConfigError(f"--{name} is not accepted: {instead}")
         specs = _megatron_flags()
         if name not in specs:
-            raise unknown_flag(name, [*specs, *ours, *REFUSED])
+            raise not_a_flag(name, [*specs, *ours, *REFUSED, *SAME])
         field, value = specs[name].parse([attached] if attached else _take_values(words))
         settings[field] = value
     return settings
@@ -96,8 +86,12 @@ def split_unknown(words: Sequence[str], unknown: Sequence[str]) -> tuple[list[st
     return known, foreign
 
 
-def unknown_flag(name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a flag that does not exist, with similar flags if there are any."""
+def not_a_flag(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a setting of Megatron that cannot be set, or for a flag that does not exist, with similar flags if there are any."""
+    from agentrl.train.megatron.megatron_flags import why_not_settable
+
+    if reason := why_not_settable(name):
+        return ConfigError(f"--{name} cannot be set: {reason}")
     similar = suggest(name, known)
     advice = similar if "did you mean" in similar else "; `agentrl train --help-all` lists all flags"
     return ConfigError(f"unknown flag --{name}{advice}")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import textwrap
 
 from agentrl.cli.common import Commands, require_no_more
+from agentrl.cli.flag_advice import REFUSED, SAME, advice
 from agentrl.cli.flags import default_text, flag_names, metavar, setting
-from agentrl.cli.foreign_flags import REFUSED, unknown_flag
+from agentrl.cli.foreign_flags import not_a_flag
 from agentrl.config import FIELDS
 from agentrl.config.describe import describe_bounds, describe_type
 from agentrl.errors import ConfigError, suggest
 
 
 def add_parser(commands: Commands) -> None:
-    about = "explain one flag, of agentrl, Megatron, SGLang or slime, or one command: agentrl help lr"
+    about = "explain one flag, of agentrl, Megatron, SGLang, slime, TRL or verl, or one command: agentrl help lr"
     parser = commands.add("help", lambda args, rest: run_help(commands, rest), about, settings=False)
     parser.usage = "agentrl help FLAG"
 
@@ -39,8 +40,10 @@ def explain(name: str, commands: Commands) -> str:
     ours |= {field.replace("_", "-"): field for field in FIELDS}
     if name in ours:
         return _explain_setting(ours[name])
-    if name in REFUSED:
-        return f"--{name} is a flag of slime that is not accepted: {REFUSED[name]}"
+    if name in SAME:
+        return f"--{name} means --{SAME[name]} here\n\n{explain(SAME[name], commands)}"
+    if instead := advice(name):
+        return f"--{name} is not accepted: {instead}"
     if name.startswith("sglang-"):
         return _explain_sglang(name.removeprefix("sglang-"))
     return _explain_option(name, commands) or _explain_megatron(name, commands)
@@ -72,15 +75,15 @@ def _explain_option(name: str, commands: Commands) -> str:
 
 
 def _explain_megatron(name: str, commands: Commands) -> str:
-    from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, megatron_flags
+    from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settable
 
-    if reason := DECIDED_BY_TRAINER.get(name.replace("-", "_")):
+    if reason := why_not_settable(name):
         return f"--{name} is a setting of Megatron that cannot be set: {reason}"
     specs = megatron_flags()
     if name not in specs:
         actions = (action for parser in commands.parsers.values() for action in parser._actions)
         ours = (option.removeprefix("--") for action in actions for option in action.option_strings)
-        raise unknown_flag(name, [*specs, *ours, *REFUSED])
+        raise not_a_flag(name, [*specs, *ours, *REFUSED, *SAME])
     spec = specs[name]
     value = "" if spec.fixed is not None else " VALUE" + (" ..." if spec.many else "")
     facts = {

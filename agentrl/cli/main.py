@@ -12,7 +12,7 @@ from typing import NoReturn
 from agentrl import __version__
 from agentrl.cli.common import Commands, HelpFormatter
 from agentrl.cli.flags import BASIC, complete_switches
-from agentrl.cli.foreign_flags import split_unknown
+from agentrl.cli.foreign_flags import own_names, split_unknown
 from agentrl.config import FIELDS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.run.run_log import warnings_on_stderr
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command is not None and command not in commands:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}")
         if command is not None and commands[command].get_default("takes_settings"):
-            words = complete_switches(words)
+            words = complete_switches(own_names(words))
         args, rest = parser.parse_known_args(words)
         if command == "sft" and rest:
             words, foreign = split_unknown(words, rest)

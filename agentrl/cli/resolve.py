@@ -23,7 +23,7 @@ def resolve(args: argparse.Namespace, rest: Sequence[str]) -> Config:
     flags = read_flags(args, rest)
     file: Layer = read_toml(args.config) if args.config else {}
     env = str(flags.get("env", file.get("env", Config().env.env)))
-    config = anchor(build_config(env_defaults(env), file, flags), embedded=embedded())
+    config = anchor(build_config(file, flags, base=env_defaults(env)), embedded=embedded())
     if config.run.date:
         return config
     return replace(config, run=replace(config.run, date=datetime.date.today().isoformat()))
@@ -41,7 +41,7 @@ def resolve_recorded(args: argparse.Namespace, rest: Sequence[str]) -> Config:
             f"{args.recorded}: no config.toml of a run in this folder or above it; "
             "give --config FILE.toml with the settings of its episodes"
         )
-    return build_config(read_toml(path), read_flags(args, rest))
+    return build_config(read_flags(args, rest), base=read_toml(path))
 
 
 def recorded_config(recorded: Path) -> Path | None:

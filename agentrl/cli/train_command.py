@@ -48,7 +48,7 @@ def _resumed(args: argparse.Namespace, rest: list[str]) -> Config:
                 f"--resume continues with the run's own settings and episodes; leave out --{flag.replace('_', '-')}"
             )
     flags = read_flags(args, rest)
-    config = build_config(read_toml(require_run(args.resume) / "config.toml"), flags)
+    config = build_config(flags, base=read_toml(require_run(args.resume) / "config.toml"))
     if changed := sorted(flags.keys() - _RESUMABLE):
         raise ConfigError(
             f"--resume continues with the run's own settings; leave out --{changed[0].replace('_', '-')}, "

@@ -56,7 +56,7 @@ def decoder(recorded: Path, given: str | None) -> tuple[Decode | None, str]:
     if given is None and config is None:
         return None, "tokens are shown as ids: no config.toml names the model (give --tokenizer DIR)"
     try:
-        name = given or build_config(read_toml(config or recorded)).model.hf_checkpoint
+        name = given or build_config(base=read_toml(config or recorded)).model.hf_checkpoint
         return Tokenizer.load(model_folder(name)).decode, ""
     except UsageError as e:
         if given is not None:

@@ -57,16 +57,17 @@ def read_toml(path: Path) -> Layer:
     return layer
 
 
-def build_config(*layers: Layer) -> Config:
+def build_config(*layers: Layer, base: Layer | None = None) -> Config:
     """Merge layers into a `Config`: later ones win, and tables merge by key. Text is converted to the type of its field.
 
+    `base` is the lowest layer: what a run recorded, or what an environment recommends. It may hold settings that have no effect.
     The text 'none' means None where a setting may be None, because TOML and flags have no other word for it.
 
     Raises:
         ConfigError: An unknown name, a value of the wrong type or out of bounds, or settings that contradict each other.
     """
     merged: Layer = {}
-    for layer in layers:
+    for layer in (base or {}, *layers):
         for key, value in layer.items():
             if key not in FIELDS and key not in TABLES:
                 raise ConfigError(f"unknown setting {key!r}{suggest(key, FIELDS)}")
@@ -74,7 +75,7 @@ def build_config(*layers: Layer) -> Config:
             merged[key] = {**before, **value} if isinstance(value, Mapping) and isinstance(before, Mapping) else value
     sections = {name: _section(cls, merged) for name, cls in SECTIONS.items()}
     config = Config(**sections, megatron=dict(merged.get("megatron", {})), sglang=dict(merged.get("sglang", {})))
-    check(config)
+    check(config, {key for layer in layers for key in layer})
     return config
 
 

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
-from agentrl.config.settings import Config
+from collections.abc import Container, Iterator
+from typing import Any
+
+from agentrl.config.settings import FIELDS, Config, field_infos
 from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
-    "colocate weight_sync update_weight_disk_dir rollout_num_gpus rollout_external_engine_addrs engine_python "
-    "engine_pythonpath"
+    "colocate weight_sync update_weight_buffer_size update_weight_disk_dir rollout_num_gpus rollout_num_gpus_per_engine "
+    "rollout_external_engine_addrs engine_python engine_pythonpath"
 ).split()
+_OUR_SERVERS_ONLY = "rollout_num_gpus rollout_num_gpus_per_engine engine_python engine_pythonpath".split()
 
 
-def check(config: Config) -> None:
-    """Refuse settings that contradict each other.
+def check(config: Config, given: Container[str] = FIELDS) -> None:
+    """Refuse settings that contradict each other, and those of the `given` names that have no effect.
 
     Raises:
-        ConfigError: The first contradiction.
+        ConfigError: The first of them.
     """
     _check_rollout(config)
     if config.train.kl_loss_coef and not config.train.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss")
     _check_engine(config)
     _check_eval_data(config.eval.eval_prompt_data)
+    for name, what in _without_effect(config):
+        if name in given:
+            raise ConfigError(f"{_flag(name)} has no effect {what}")
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that are not at their defaults and that nothing reads, each with the reason and what to do."""
+    engine, train, data = config.engine, config.train, config.data
+    if not train.use_kl_loss and _changed(train, "kl_loss_type"):
+        yield "kl_loss_type", "without --use-kl-loss; add --use-kl-loss"
+    if not train.use_tis and _changed(train, "tis_threshold"):
+        yield "tis_threshold", "without --use-tis; add --use-tis"
+    if not (data.prompt_data or config.eval.eval_prompt_data):
+        for name in ("input_key", "label_key"):
+            if _changed(data, name):
+                yield name, "without a data file; add --prompt-data or --eval-prompt-data"
+    if engine.engine == "local":
+        return
+    if _changed(engine, "engine_max_running"):
+        yield "engine_max_running", "with --engine sglang; give --sglang-max-running-requests"
+    if engine.weight_sync == "disk" and _changed(engine, "update_weight_buffer_size"):
+        yield "update_weight_buffer_size", "with --weight-sync disk, which writes whole files; leave it out"
+    if engine.rollout_external_engine_addrs:
+        for name in _OUR_SERVERS_ONLY:
+            if _changed(engine, name):
+                yield name, "on servers that already run; leave out --rollout-external-engine-addrs or this flag"
+
+
+def _changed(section: Any, name: str) -> bool:
+    return bool(getattr(section, name) != field_infos(type(section))[name].default)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_rollout(config: Config) -> None:
@@ -53,7 +91,7 @@ def _check_engine(config: Config) -> None:
                 "--colocate needs servers that are started here; leave out --rollout-external-engine-addrs"
             )
         return
-    given = [f"--{name.replace('_', '-')}" for name in _SGLANG_ONLY if getattr(engine, name)]
+    given = [_flag(name) for name in _SGLANG_ONLY if _changed(engine, name)]
     given += [f"--sglang-{name.replace('_', '-')}" for name in config.sglang]
     if config.rollout.runner_processes > 1:
         given.append("--runner-processes")

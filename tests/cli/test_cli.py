@@ -6,24 +6,10 @@ import pytest
 from doubles import FakeEngine
 from tiny_model import QWEN3, TEMPLATE
 
-from agentrl.cli.foreign_flags import REFUSED
 from agentrl.cli.main import main, make_parser
 from agentrl.cli.resolve import resolve
-from agentrl.config import FIELDS
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
-
-SLIME_FLAGS = """--actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
---hf-checkpoint --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
---num-rollout --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout
---micro-batch-size --max-tokens-per-gpu --advantage-estimator --use-kl-loss --kl-loss-coef --kl-loss-type
---entropy-coef --eps-clip --eps-clip-high --calculate-per-token-loss --normalize-advantages --use-tis
---tis-threshold --true-on-policy-mode --rollout-temperature --rollout-max-response-len --rollout-max-context-len
---over-sampling-batch-size --partial-rollout --async-buffer-size --update-weights-interval --eval-interval
---eval-prompt-data --n-samples-per-eval-prompt --eval-temperature --custom-generate-function-path --custom-rm-path
---group-rm --rm-type --max-turns --use-fault-tolerance --recompute-activations --sequence-parallel
---num-data-workers --streaming-data --lr --seed --debug-rollout-only --debug-train-only --save-debug-rollout-data
---load-debug-rollout-data""".split()
 
 
 def refused(capsys, *words):
@@ -361,21 +347,6 @@ def test_an_interrupt_before_there_is_a_run_folder_does_not_suggest_resume(here,
     output = capsys.readouterr()
     assert output.err.endswith(": interrupted\n")
     assert "--resume" not in output.out
-
-
-@pytest.mark.parametrize("flag", SLIME_FLAGS)
-def test_every_flag_of_slime_is_accepted_or_refused_by_name(flag, here, capsys):
-    name = flag[2:]
-    if name.replace("-", "_") in FIELDS:
-        return
-    if name in REFUSED:
-        err = refused(capsys, "train", flag)
-        assert flag in err
-        assert REFUSED[name] in err
-        return
-    from agentrl.train.megatron.megatron_flags import megatron_flags
-
-    assert name in megatron_flags()
 
 
 def test_env_whose_step_returns_the_wrong_type(here, model, capsys, monkeypatch):

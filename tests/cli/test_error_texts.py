@@ -130,7 +130,20 @@ ERRORS = {
     "sft nowhere --model model": "sft: no episodes at nowhere: it does not exist",
     "check": "check: the following arguments are required: --env",
     "check --env search_r1 --episodes 0": "check: --episodes must be at least 1, found 0",
-    "help --learning-rate": "help: unknown flag --learning-rate; `agentrl train --help-all` lists all flags",
+    "help --learning-ratio": "help: unknown flag --learning-ratio; did you mean 'learning-rate' or 'clip-ratio' or 'warmup-ratio'?",
+    "train --ref-load x": (
+        "train: --ref-load is not accepted: the reference model is a frozen copy of --hf-checkpoint, kept with "
+        "--use-kl-loss; leave it out"
+    ),
+    "train --wandb-key x": (
+        "train: --wandb-key is not accepted: metrics are written to metrics.jsonl and, with --tensorboard, as TensorBoard "
+        "events in the run folder; leave it out"
+    ),
+    "train actor_rollout_ref.rollout.n=8": (
+        "train: actor_rollout_ref.rollout.n=8: agentrl has flags, not verl's keys; give --n-samples-per-prompt"
+    ),
+    "train --bf16": "train: --bf16 cannot be set: it follows from --dtype",
+    "train --tis-threshold 3": "train: --tis-threshold has no effect without --use-tis; add --use-tis",
 }
 
 

@@ -1,13 +1,16 @@
 """Help: `--help` fits on a page, `--help-all` lists every flag, `help FLAG` explains each."""
 
+import argparse
 import contextlib
 import subprocess
 import sys
 
 import pytest
 
+from agentrl.cli.common import Commands
+from agentrl.cli.flag_advice import REFUSED, SAME
 from agentrl.cli.flags import BASIC, default_text, flag_names, metavar, setting, summary
-from agentrl.cli.foreign_flags import REFUSED
+from agentrl.cli.help_command import explain
 from agentrl.cli.main import main, make_parser
 from agentrl.config import FIELDS, SECTIONS
 from agentrl.config.describe import choices, plain_type
@@ -103,9 +106,16 @@ def test_one_flag(capsys):
     assert "  command:  agentrl train\n" in printed(capsys, "help", "--resume")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_flag_of_slime_is_explained_with_the_advice(capsys, name):
-    assert printed(capsys, "help", name) == f"--{name} is a flag of slime that is not accepted: {REFUSED[name]}\n"
+def test_a_refused_flag_is_explained_with_the_advice(capsys):
+    assert printed(capsys, "help", "rm-type") == f"--rm-type is not accepted: {REFUSED['rm-type']}\n"
+    for name, instead in REFUSED.items():
+        assert explain(name, Commands(argparse.ArgumentParser(), ())) == f"--{name} is not accepted: {instead}"
+
+
+def test_a_flag_that_means_one_of_ours_is_explained_as_that(capsys):
+    for name in ("num-generations", "max-grad-norm"):
+        text = printed(capsys, "help", f"--{name}")
+        assert text == f"--{name} means --{SAME[name]} here\n\n" + printed(capsys, "help", SAME[name])
 
 
 def test_a_flag_of_megatron_is_explained(capsys):

@@ -210,6 +210,42 @@ def test_settings_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+WITHOUT_EFFECT = [
+    # settings, and those with which the first has an effect
+    ({"rollout_num_gpus_per_engine": 2}, {"engine": "sglang"}),
+    ({"update_weight_buffer_size": 1 << 20}, {"engine": "sglang"}),
+    ({"engine_max_running": 4, "engine": "sglang"}, {"engine": "local"}),
+    ({"update_weight_buffer_size": 1 << 20, "engine": "sglang", "weight_sync": "disk"}, {"weight_sync": "split"}),
+    *[
+        ({name: value, "engine": "sglang", "rollout_external_engine_addrs": ["h:1"]}, {"rollout_external_engine_addrs": []})
+        for name, value in {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "engine_python": "p", "engine_pythonpath": "q"}.items()
+    ],
+    ({"tis_threshold": 3.0}, {"use_tis": True}),
+    ({"kl_loss_type": "k2"}, {"use_kl_loss": True}),
+    ({"kl_loss_coef": 0.1}, {"use_kl_loss": True}),
+    ({"input_key": "question"}, {"prompt_data": "a.jsonl"}),
+    ({"label_key": "answer"}, {"eval_prompt_data": ["a", "a.jsonl"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "more"), WITHOUT_EFFECT, ids=lambda s: "-".join(s))
+def test_a_setting_without_effect_is_refused_where_it_was_given(settings, more):
+    name = next(iter(settings))
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} ") as e:
+        build_config(settings)
+    assert "\n" not in str(e.value)
+    build_config(settings, more)
+    if "has no effect" in str(e.value) and name != "kl_loss_coef":
+        build_config(base=settings)  # recorded, or recommended by an environment
+
+
+def test_a_setting_without_effect_is_accepted_at_its_default():
+    for settings, more in WITHOUT_EFFECT:
+        name = next(iter(settings))
+        build_config(settings | {name: field_infos(SECTIONS[FIELDS[name]])[name].default}, {})
+        assert more
+
+
 # -- TOML ------------------------------------------------------------------------------------------------------------
 
 

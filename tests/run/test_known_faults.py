@@ -1,20 +1,14 @@
 """What is wrong today, as tests of what is right."""
 
-from pathlib import Path
-
 import pytest
 from doubles import FakeEngine, play
 from echo import Echo
 from sglang_double import Double
 
-from agentrl.config import build_config
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang.engine import SGLangEngine
-from agentrl.errors import ConfigError, EngineFailure
+from agentrl.errors import EngineFailure
 from agentrl.store import exactness_violations
-from agentrl.train.megatron.megatron_settings import check_trainer
-
-MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
 
 
 class Short(FakeEngine):
@@ -63,44 +57,3 @@ async def test_a_server_that_read_a_token_less_is_found_out():
     finally:
         await engine.close()
         await server.stop()
-
-
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="accepted and then without effect")
-@pytest.mark.parametrize(
-    "settings",
-    [{"rollout_num_gpus_per_engine": 2}, {"tis_threshold": 3.0}, {"kl_loss_type": "k2"}],
-    ids=lambda s: next(iter(s)),
-)
-def test_a_setting_that_would_have_no_effect_is_refused(settings):
-    (name,) = settings
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
-        build_config(settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"engine": "sglang", "rollout_num_gpus_per_engine": 2},
-        {"use_tis": True, "tis_threshold": 3.0},
-        {"use_kl_loss": True, "kl_loss_type": "k2"},
-    ],
-    ids=lambda s: list(s)[1],
-)
-def test_where_it_has_an_effect_it_is_accepted(settings):
-    build_config(settings)
-
-
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="the pre-check looks at names and types only")
-@pytest.mark.parametrize(
-    "settings",
-    [{"optimizer": "nonsense"}, {"multi_latent_attention": True}, {"moe_router_topk": 4}],
-    ids=lambda s: next(iter(s)),
-)
-def test_the_pre_check_refuses_what_cannot_be_trained(settings):
-    (name,) = settings
-    with pytest.raises(ConfigError, match=name):
-        check_trainer(MODEL, settings, None, 0)
-
-
-def test_the_pre_check_takes_what_can_be_trained():
-    check_trainer(MODEL, {"optimizer": "adam", "weight_decay": 0.1, "clip_grad": 0.5}, None, 0)

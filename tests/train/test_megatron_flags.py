@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 from agentrl.errors import ConfigError
-from agentrl.train.megatron.megatron_flags import ALIASES, DECIDED_BY_TRAINER, megatron_flags
+from agentrl.train.megatron.megatron_flags import ALIASES, DECIDED_BY_TRAINER, megatron_flags, why_not_settable
+from agentrl.train.megatron.megatron_settings import check_trainer
 
 
 def test_no_torch_is_imported():
@@ -66,6 +68,49 @@ def test_wrong_values_are_refused(words):
     name, *rest = words.split()
     with pytest.raises(ConfigError, match=f"--{name}"):
         megatron_flags()[name].parse(rest)
+
+
+def test_every_field_of_megatron_is_a_flag_or_is_refused_with_the_reason():
+    from dataclasses import fields
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settable = {spec.field for spec in megatron_flags().values()}
+    classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    names = {f.name for c in classes for f in fields(c) if not f.name.startswith("_")}
+    assert len(names) > 300
+    for name in names:
+        assert (name in settable) is (why_not_settable(name) is None), name
+    assert set(DECIDED_BY_TRAINER) <= names
+    assert why_not_settable("no-bf16") == why_not_settable("bf16") == "it follows from --dtype"
+    assert why_not_settable("no_such_field") is None
+
+
+MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optimizer", "nonsense"), ("optimizer", "sgd"), ("multi_latent_attention", True), ("moe_router_topk", 4),
+        ("moe_grouped_gemm", True), ("mtp_num_layers", 1), ("softmax_scale", 0.1), ("window_size", 128), ("qk_clip", True),
+        ("attention_dropout", 0.1), ("muon_momentum", 0.5), ("sgd_momentum", 0.5), ("decoupled_lr", 0.1), ("loss_scale", 2.0),
+        ("bf16", True), ("attention_backend", "flash"), ("pipeline_model_parallel_layout", "E|t|L"), ("grad_sync_func", "f"),
+    ],
+)  # fmt: skip
+def test_the_pre_check_refuses_what_cannot_be_trained_or_has_no_effect(name, value):
+    with pytest.raises(ConfigError, match=name) as e:
+        check_trainer(MODEL, {name: value}, None, 0)
+    assert "\n" not in str(e.value)
+
+
+def test_the_pre_check_takes_what_can_be_trained():
+    check_trainer(MODEL, {"optimizer": "adam", "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-6}, None, 0)
+    check_trainer(MODEL, {"attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_softmax_in_fp32": True}, None, 0)
+    defaults = {s.field: s.default for s in megatron_flags().values() if s.field.startswith(("moe_", "sgd_", "muon_"))}
+    check_trainer(MODEL, {name: value for name, value in defaults.items() if value is not None}, None, 0)
 
 
 def test_aliases_point_at_fields():

@@ -106,20 +106,37 @@ ALIASES: Mapping[str, tuple[str, Any]] = {
 }
 """Flags of Megatron-LM that are not named like a field: the field, and the value that the flag sets (None: the flag takes a value)."""
 
+_DTYPE = "it follows from --dtype"
+_OBJECT = "it is a Python object, which neither a flag nor a TOML key can give"
+
 DECIDED_BY_TRAINER: Mapping[str, str] = {
-    "bf16": "it follows from --dtype",
-    "fp16": "it follows from --dtype",
-    "params_dtype": "it follows from --dtype",
-    "pipeline_dtype": "it follows from --dtype",
+    **dict.fromkeys("bf16 fp16 params_dtype pipeline_dtype autocast_dtype".split(), _DTYPE),
+    **dict.fromkeys("main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split(), _DTYPE),
     "lr": "it follows from --lr and its schedule",
-    "min_lr": "it follows from --lr and its schedule",
+    "min_lr": "it follows from --lr and its schedule (--lr-decay-style)",
     "calculate_per_token_loss": "losses are always plain sums",
     "variable_seq_lengths": "every micro-batch has its own length",
     "perform_initialization": "all weights are loaded from the model",
     "timers": "the trainer does not use it",
     "config_logger_dir": "the trainer does not use it",
+    "activation_func": "it follows from the model's config.json",
+    "attention_backend": "the trainer has its own attention",
+    "cuda_graph_scope": "the trainer does not use it",
+    "pipeline_model_parallel_layout": (
+        "give --num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage; the stages between them are equal"
+    ),
 }
 """Fields that cannot be set, and why."""
+
+
+def why_not_settable(name: str) -> str | None:
+    """Why a field of megatron-core cannot be set, by its name or the name of its flag; None: it can be set, or there is no such field."""
+    field = name.replace("-", "_")
+    names = (field, field.removeprefix("no_"), field.removeprefix("disable_"))
+    for candidate in names:
+        if candidate in DECIDED_BY_TRAINER:
+            return DECIDED_BY_TRAINER[candidate]
+    return next((_OBJECT for candidate in names if candidate in _unreadable_fields()), None)
 
 
 @cache
@@ -145,8 +162,15 @@ def megatron_flags() -> Mapping[str, FlagSpec]:
     return flags
 
 
-def _read_fields() -> Iterator[FlagSpec]:
-    """Each field that a flag can set, once for each class that has it."""
+@cache
+def _unreadable_fields() -> frozenset[str]:
+    """Fields that neither a flag nor `DECIDED_BY_TRAINER` has: functions, torch's types and objects."""
+    readable = {spec.field for spec in _read_fields()} | DECIDED_BY_TRAINER.keys()
+    return frozenset(field for _, field, _, _ in _declared_fields() if not field.startswith("_")) - readable
+
+
+def _declared_fields() -> Iterator[tuple[str, str, ast.AnnAssign, ast.stmt | None]]:
+    """Dataclass, field, declaration, and the statement after it, once for each class that has the field."""
     core = _core_folder()
     for file, name, owner in _CLASSES:
         module = ast.parse((core / file).read_text())
@@ -156,22 +180,27 @@ def _read_fields() -> Iterator[FlagSpec]:
         for node, after in zip(body, [*body[1:], None], strict=True):
             if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
                 continue
-            field = node.target.id
-            annotation = ast.unparse(node.annotation)
-            words = set(re.findall(r"[\w.]+", re.sub(r"'[^']*'", "str", annotation)))
-            allowed = words - _NOT_TYPES - _LISTS
-            if field.startswith("_") or field in DECIDED_BY_TRAINER or not allowed or not allowed <= _TYPES.keys():
-                continue  # private, decided by the trainer, or a function, a torch type or an object
-            yield FlagSpec(
-                name=field.replace("_", "-"),
-                field=field,
-                type=next(kind for word, kind in _TYPES.items() if word in allowed),
-                owners=(owner,),
-                default=_default(node.value),
-                choices=tuple(re.findall(r"'([^']*)'", annotation)),
-                many=bool(words & _LISTS),
-                help=_docstring(after),
-            )
+            yield owner, node.target.id, node, after
+
+
+def _read_fields() -> Iterator[FlagSpec]:
+    """Each field that a flag can set, once for each class that has it."""
+    for owner, field, node, after in _declared_fields():
+        annotation = ast.unparse(node.annotation)
+        words = set(re.findall(r"[\w.]+", re.sub(r"'[^']*'", "str", annotation)))
+        allowed = words - _NOT_TYPES - _LISTS
+        if field.startswith("_") or field in DECIDED_BY_TRAINER or not allowed or not allowed <= _TYPES.keys():
+            continue  # private, decided by the trainer, or a function, a torch type or an object
+        yield FlagSpec(
+            name=field.replace("_", "-"),
+            field=field,
+            type=next(kind for word, kind in _TYPES.items() if word in allowed),
+            owners=(owner,),
+            default=_default(node.value),
+            choices=tuple(re.findall(r"'([^']*)'", annotation)),
+            many=bool(words & _LISTS),
+            help=_docstring(after),
+        )
 
 
 def _core_folder() -> Path:

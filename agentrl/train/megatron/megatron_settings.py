@@ -8,16 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, DataError, suggest
-from agentrl.train.megatron.megatron_flags import DECIDED_BY_TRAINER, FlagSpec, megatron_flags
+from agentrl.train.megatron.megatron_flags import FlagSpec, megatron_flags, why_not_settable
 from agentrl.train.megatron.model_config import ModelConfig, read_model_config
 
 Settings = Mapping[str, Any]
 """Values by the field names of megatron's dataclasses."""
-_UNEVEN_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
+_UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_OTHER_MODELS = (
+    "moe_", "mtp_", "dsa_", "linear_", "mamba_", "qk_clip", "use_kitchen", "kitchen_", "heterogeneous_", "hetereogenous_",
+    "multi_latent_attention", "experimental_attention_variant", "attention_output_gate", "softmax_scale", "softmax_type",
+    "window_", "no_rope_freq", "qk_l2_norm", "rotary_interleaved", "mrope_section", "is_hybrid_model",
+    "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "glu_linear_offset",
+    "activation_func_clamp_value", "apply_query_key_layer_scaling", "test_mode", "flash_decode",
+)  # fmt: skip
+"""Beginnings of TransformerConfig's fields that describe other models than the dense ones that the trainer builds."""
+_OTHER_OPTIMIZERS = ("sgd_", "muon_")
+_NO_EFFECT = {
+    **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "every weight has the learning rate of the run"),
+    **dict.fromkeys(
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        "losses are scaled for float16 only, in which nothing is trained",
+    ),
+    **dict.fromkeys(
+        ("init_method_std", "embedding_init_method_std", "init_model_with_meta_device"),
+        "all weights are loaded from the model",
+    ),
+    **dict.fromkeys(("inference_rng_tracker", "inference_sampling_seed"), "the engine samples, not the trainer"),
+}
+"""Fields that nothing reads, and why."""
 
 
 def check_trainer(folder: Path, settings: Settings, requested_ranks: int | None, gpus: int) -> None:
@@ -90,6 +108,7 @@ def check_settings(settings: Settings, model: ModelConfig, *, cpu: bool) -> None
                 f"{name} = {settings[name]!r} contradicts the model or the trainer, which need {value!r}; leave it out"
             )
     _check_parallel(settings, model)
+    _check_kind(settings)
     if settings.get("expert_model_parallel_size", 1) > 1 or settings.get("num_moe_experts"):
         raise ConfigError("mixtures of experts are not supported: the model is dense")
     if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
@@ -100,12 +119,33 @@ def check_settings(settings: Settings, model: ModelConfig, *, cpu: bool) -> None
         raise ConfigError("fp8 and fp4 need a GPU and Transformer Engine")
 
 
+def _check_kind(settings: Settings) -> None:
+    """Refuse another optimizer, another kind of model, and values without effect. A value that is megatron's default is accepted."""
+    optimizer = settings.get("optimizer", "adam")
+    if optimizer != "adam":
+        raise ConfigError(f"[megatron] optimizer must be 'adam', found {optimizer!r}")
+    if settings.get("attention_dropout"):
+        raise ConfigError(f"[megatron] attention_dropout must be 0, found {settings['attention_dropout']}")
+    specs = {spec.field: spec for spec in megatron_flags().values()}
+    for name, value in settings.items():
+        if value is None or value == specs[name].default:
+            continue
+        if name.startswith(_OTHER_MODELS):
+            raise ConfigError(
+                f"[megatron] {name} = {value!r} is for another kind of model than this dense decoder; leave it out"
+            )
+        if name.startswith(_OTHER_OPTIMIZERS):
+            raise ConfigError(f"[megatron] {name} = {value!r} has no effect: the optimizer is adam; leave it out")
+        if name in _NO_EFFECT:
+            raise ConfigError(f"[megatron] {name} = {value!r} has no effect: {_NO_EFFECT[name]}; leave it out")
+
+
 def _check_names(settings: Settings) -> None:
     specs = {spec.field: spec for spec in megatron_flags().values()}
     for name, value in settings.items():
-        if name in DECIDED_BY_TRAINER:
-            raise ConfigError(f"[megatron] {name} cannot be set: {DECIDED_BY_TRAINER[name]}")
         if name not in specs:
+            if reason := why_not_settable(name):
+                raise ConfigError(f"[megatron] {name} cannot be set: {reason}")
             raise ConfigError(f"[megatron]: megatron-core has no setting {name!r}{suggest(name, specs)}")
         _check_type(specs[name], value)
 

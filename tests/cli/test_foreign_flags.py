@@ -1,0 +1,146 @@
+"""Flags that users bring from slime, TRL and verl: accepted, or refused with advice that can be followed."""
+
+import re
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+from agentrl.cli.flag_advice import REFUSED, REFUSED_PREFIXES, SAME, advice, verl_advice
+from agentrl.cli.flags import flag_names, read_flags
+from agentrl.cli.foreign_flags import own_names
+from agentrl.cli.main import main, make_parser
+from agentrl.config import FIELDS
+from agentrl.errors import ConfigError
+from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settable
+
+PARSER, COMMANDS = make_parser()
+SETTINGS = {flag[2:] for name in FIELDS for flag in flag_names(name)}
+OPTIONS = {option[2:] for parser in COMMANDS.values() for action in parser._actions for option in action.option_strings}
+ACCEPTED = SETTINGS | OPTIONS | set(megatron_flags())
+
+SLIME = """
+actor-num-nodes actor-num-gpus-per-node rollout-num-gpus rollout-num-gpus-per-engine colocate num-gpus-per-node offload hf-checkpoint load
+save save-interval ref-load prompt-data input-key label-key metadata-key tool-key apply-chat-template apply-chat-template-kwargs
+rollout-shuffle rollout-seed num-rollout num-epoch rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout
+micro-batch-size use-dynamic-batch-size balance-data max-tokens-per-gpu log-probs-max-tokens-per-gpu advantage-estimator use-kl-loss
+kl-loss-coef kl-loss-type kl-coef entropy-coef eps-clip eps-clip-high eps-clip-c value-clip gamma lambd calculate-per-token-loss
+normalize-advantages disable-grpo-std-normalization disable-rewards-normalization use-tis tis-threshold tis-clip tis-clip-low
+true-on-policy-mode use-rollout-logprobs rollout-temperature rollout-top-p rollout-top-k rollout-max-response-len rollout-max-context-len
+rollout-max-prompt-len rollout-stop rollout-stop-token-ids over-sampling-batch-size dynamic-sampling-filter-path partial-rollout
+async-buffer-size update-weights-interval eval-interval eval-prompt-data eval-config n-samples-per-eval-prompt eval-temperature eval-top-p
+eval-top-k eval-max-response-len eval-reward-key custom-generate-function-path custom-rm-path custom-loss-function-path
+rollout-function-path group-rm rm-type reward-key max-turns use-fault-tolerance rollout-health-check-interval recompute-activations
+recompute-granularity recompute-method recompute-num-layers sequence-parallel tensor-model-parallel-size pipeline-model-parallel-size
+context-parallel-size expert-model-parallel-size expert-tensor-parallel-size num-data-workers streaming-data lr lr-decay-style weight-decay
+adam-beta1 adam-beta2 optimizer clip-grad optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer seed
+debug-rollout-only debug-train-only save-debug-rollout-data load-debug-rollout-data use-wandb wandb-project wandb-group wandb-key
+wandb-team use-tensorboard attention-dropout hidden-dropout accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32
+attention-backend train-backend update-weight-buffer-size rollout-external-engine-addrs swiglu num-layers hidden-size ffn-hidden-size
+num-attention-heads group-query-attention num-query-groups use-rotary-position-embeddings disable-bias-linear normalization norm-epsilon
+rotary-base vocab-size kv-channels qk-layernorm add-qkv-bias untie-embeddings-and-output-weights max-position-embeddings rotary-percent
+""".split()
+"""Flags of slime and of its scripts."""
+
+TRL = """
+model-name-or-path dataset-name output-dir learning-rate num-generations per-device-train-batch-size gradient-accumulation-steps
+num-train-epochs max-steps max-prompt-length max-completion-length temperature top-p top-k beta epsilon epsilon-high delta num-iterations
+loss-type scale-rewards importance-sampling-level mask-truncated-completions use-vllm vllm-mode vllm-gpu-memory-utilization reward-funcs
+reward-weights lr-scheduler-type warmup-ratio warmup-steps max-grad-norm weight-decay adam-beta1 adam-beta2 adam-epsilon logging-steps
+save-steps save-strategy save-total-limit eval-steps eval-strategy report-to run-name bf16 fp16 gradient-checkpointing deepspeed
+use-peft lora-r lora-alpha load-in-4bit torch-dtype attn-implementation max-length packing assistant-only-loss resume-from-checkpoint
+log-completions seed
+""".split()
+
+
+def read(*words):
+    return read_flags(*PARSER.parse_known_args(["train", *own_names(words)]))
+
+
+def test_no_flag_of_slime_and_trl_is_unknown():
+    for name in {*SLIME, *TRL}:
+        if SAME.get(name, name) in ACCEPTED:
+            assert advice(name) is None
+            continue
+        with pytest.raises(ConfigError) as e:
+            read(f"--{name}", "1")
+        assert str(e.value).startswith(f"--{name} ")
+        assert (advice(name) or why_not_settable(name)) in str(e.value)
+
+
+def test_the_command_line_takes_and_refuses_them(here, capsys):
+    assert main(["train", "--num_generations", "0"]) == 2
+    assert capsys.readouterr().err == "agentrl train: --n-samples-per-prompt must be at least 1, found 0\n"
+    assert main(["train", "--wandb-key", "x"]) == 2
+    assert capsys.readouterr().err.startswith("agentrl train: --wandb-key is not accepted: metrics are written to")
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_flag_that_means_one_of_ours_sets_it(name):
+    target = SAME[name]
+    assert target in SETTINGS | set(megatron_flags())
+    assert name not in ACCEPTED
+    value = {"model-name-or-path": "m", "output-dir": "o", "use-tensorboard": "false", "adv-estimator": "rloo"}.get(
+        name, "3"
+    )
+    for flag in (f"--{name}", f"--{name.replace('-', '_')}"):
+        assert read(flag, value) == read(f"{flag}={value}") == read(f"--{target}", value) != {}
+
+
+@pytest.mark.parametrize("text", sorted({*REFUSED.values(), *REFUSED_PREFIXES.values()}))
+def test_advice_never_names_a_flag_that_is_itself_refused(text):
+    for name in re.findall(r"--([a-z][a-z0-9-]*)", text):
+        assert name in ACCEPTED or name.startswith("sglang-"), name
+        assert advice(name) is None, name
+    for command in re.findall(r"`agentrl ([a-z]+)", text):
+        assert command in COMMANDS, command
+
+
+def test_the_tables_do_not_refuse_what_is_accepted():
+    assert not REFUSED.keys() & ACCEPTED
+    assert not REFUSED.keys() & SAME.keys()
+    assert [name for name in sorted(ACCEPTED) if advice(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("data.train_files=a.parquet", "--prompt-data"),
+        ("data.val_files=a.parquet", "--eval-prompt-data"),
+        ("data.train_batch_size=8", "--rollout-batch-size"),
+        ("data.max_response_length=8", "--rollout-max-response-len"),
+        ("actor_rollout_ref.model.path=m", "--hf-checkpoint"),
+        ("actor_rollout_ref.actor.optim.lr=1", "--lr"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "--use-kl-loss"),
+        ("actor_rollout_ref.actor.kl_loss_coef=1", "--kl-loss-coef"),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.3", "--eps-clip-high"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "--global-batch-size"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "--max-tokens-per-gpu"),
+        ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
+        ("actor_rollout_ref.rollout.temperature=1", "--rollout-temperature"),
+        ("actor_rollout_ref.rollout.name=sglang", "--engine"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "--rollout-num-gpus-per-engine"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "--sglang-mem-fraction-static"),
+        ("algorithm.adv_estimator=grpo", "--advantage-estimator"),
+        ("trainer.n_gpus_per_node=8", "--actor-num-gpus-per-node"),
+        ("trainer.total_epochs=3", "--num-rollout"),
+        ("trainer.save_freq=3", "--save-interval"),
+        ("trainer.test_freq=3", "--eval-interval"),
+        ("+custom_reward_function.path=r.py", "--reward"),
+        ("unheard.of=3", "--help-all"),
+    ],
+)
+def test_keys_of_verl_are_refused_with_the_flag_to_give(key, flag):
+    assert flag in verl_advice(key, ACCEPTED)
+    with pytest.raises(ConfigError, match=re.escape(flag)) as e:
+        read(key)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("word", ["maybe", "a=b", "3.5", "./a.b=c", "x.jsonl"])
+def test_other_words_are_not_keys_of_verl(word):
+    assert verl_advice(word, ACCEPTED) is None
+
+
+@pytest.mark.parametrize("word", ["--num_rollout", "--num-rollout"])
+def test_flags_may_be_written_with_underscores(word):
+    assert own_names([word, "a_b", f"{word}=a_b"]) == ["--num-rollout", "a_b", "--num-rollout=a_b"]
