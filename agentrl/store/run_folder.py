@@ -3,6 +3,7 @@
     config.toml      the resolved settings and the version of agentrl
     metrics.jsonl    one line per rollout and per evaluation; no timings, so that equal runs have equal files
     timings.jsonl    seconds, per rollout
+    run.log          messages and warnings with time and level; a resumed run appends to it
     tensorboard/     the same numbers as events
     episodes/        every episode (see episode_files.py)
     checkpoints/     NNNNNN/ with trainer/ (weights, optimizer, random state) and state.json; only a run of `agentrl train` has it
