@@ -8,7 +8,7 @@
     episodes/        every episode (see episode_files.py)
     checkpoints/     NNNNNN/ with trainer/ (weights, optimizer, random state) and state.json; only a run of `agentrl train` has it
     hf/              the final weights as a Hugging Face folder
-    curve.png, summary.json, run.log
+    curve.png, summary.json
 
 A run that resumes from a checkpoint first removes everything written after it. It repeats those rollouts, with equal results.
 """
