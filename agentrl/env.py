@@ -278,14 +278,16 @@ def register_env(name: str) -> Callable[[type[Env]], type[Env]]:
     return ENVS.register(name)
 
 
-def make_env_class(name: str) -> type[Env]:
-    """The Env class of `--env NAME`.
+def make_env_class(name: str | None) -> type[Env]:
+    """The Env class of `--env NAME`; without a name `ToolEnv`, which plays the tasks of data files.
 
     Raises:
         UnknownNameError: the name is not registered.
         ConfigError: the file or module cannot be imported.
         ContractError: the object is not a subclass of Env.
     """
+    if name is None:
+        return ToolEnv
     env_class = ENVS.resolve(name)
     if not (inspect.isclass(env_class) and issubclass(env_class, Env)):
         raise ContractError(f"--env {name}: expected a subclass of agentrl.Env, found {env_class!r:.80}")

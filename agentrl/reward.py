@@ -5,6 +5,7 @@ Rewards read structured actions and the environment's state, never prompt text o
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +91,21 @@ def reward(
     return make(fn) if fn is not None else make
 
 
-REWARDS = Registry("reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl.rewards.answers:f1"})
+def _only_reward(module: Any) -> Any:
+    """The reward that a file defines, if there is exactly one: a `@reward`, or else a public function."""
+    rewards = {id(value): value for value in vars(module).values() if isinstance(value, Reward)}
+    functions = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    candidates = list(rewards.values()) or functions
+    return candidates[0] if len(candidates) == 1 else None
+
+
+REWARDS = Registry(
+    "reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl.rewards.answers:f1"}, default=_only_reward
+)
 
 
 def resolve_rewards(items: Sequence[Any]) -> tuple[Reward, ...]:

@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from agentrl.check import check_env
 from agentrl.env import make_env_class
+from agentrl.reward import resolve_rewards
 from agentrl.types import Action, Task, ToolCall, ToolResult
 
 README = Path(__file__).parent.parent / "README.md"
@@ -12,7 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def example(tmp_path):
     """The first Python block, as a file."""
-    (source,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    source, _ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     file = tmp_path / "guess.py"
     file.write_text(source)
     return make_env_class(str(file))
@@ -38,6 +40,14 @@ def test_it_can_be_won(tmp_path):
         result = env.step(Action("x", calls=(call,), results=(ToolResult("c", "guess", said),)))
         assert result.terminated is (said == "right")
     assert env.state() == {"found": True}
+
+
+def test_its_reward_is_found_without_a_name(tmp_path):
+    _, source = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "scores.py").write_text(source)
+    (found,) = resolve_rewards([str(tmp_path / "scores.py")])
+    turn = SimpleNamespace(action=Action(" Paris\n"))
+    assert [found(SimpleNamespace(turns=[turn], label=label)) for label in ("Paris", "Rome")] == [1.0, 0.0]
 
 
 def test_every_path_that_the_readme_names_exists():

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.cli.flags import read_flags
-from agentrl.config import Config, Layer, build_config, read_toml
+from agentrl.cli.flags import flag_names, read_flags
+from agentrl.config import FIELDS, Config, Layer, build_config, read_toml
 from agentrl.config.paths import anchor
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import make_env_class
@@ -20,10 +20,74 @@ from agentrl.run.model_folder import embedded
 
 def resolve(args: argparse.Namespace, rest: Sequence[str]) -> Config:
     """The settings of a new run. Later layers win: defaults, the environment's own TOML, --config, flags."""
+    file, flags = _given(args, rest)
+    env = flags.get("env", file.get("env"))
+    return _new_run(build_config(file, flags, base={} if env in (None, "none") else env_defaults(str(env))))
+
+
+def resolve_played(args: argparse.Namespace, rest: Sequence[str], *, scored: bool, evaluates: bool = False) -> Config:
+    """The settings of a new run that plays episodes. `scored`: there must be a reward. `evaluates`: evaluation sets suffice as tasks.
+
+    Raises:
+        ConfigError: neither an environment nor data is given, or nothing scores the answers.
+    """
+    config = resolve(args, rest)
+    if config.env.env is not None:
+        return config
+    if not (config.data.prompt_data or (evaluates and config.eval.eval_prompt_data)):
+        data = "--prompt-data or --eval-prompt-data" if evaluates else "--prompt-data"
+        raise ConfigError(
+            f"no environment is given; give --env NAME|FILE.py (search_r1 is the example), or tasks with {data} "
+            "and their --reward NAME|FILE.py"
+        )
+    if scored and not config.env.reward:
+        raise ConfigError(
+            "nothing scores the answers to the tasks; give --reward NAME|FILE.py, or an environment with --env"
+        )
+    return config
+
+
+def resolve_trained(args: argparse.Namespace, rest: Sequence[str], sources: Sequence[Path]) -> Config:
+    """The settings of a new run that trains on recorded episodes: those of the run that recorded them, --config, flags.
+
+    Sources that no run recorded, such as conversations, have no settings. The engine's settings are not taken, because none is used.
+
+    Raises:
+        ConfigError: two runs have different models or forms of episodes, and nothing says which to train with.
+    """
+    file, flags = _given(args, rest)
+    recorded = {
+        source: read_toml(path) for source in sources if source.suffix != ".jsonl" and (path := recorded_config(source))
+    }
+    if not recorded:
+        return resolve(args, rest)
+    (first, base), *others = recorded.items()
+    for source, layer in others:
+        for name in _OF_EPISODES:
+            if name not in file and name not in flags and (base.get(name) or None) != (layer.get(name) or None):
+                raise ConfigError(
+                    f"{first} and {source} were recorded with different settings of {flag_names(name)[0]}: "
+                    f"{base.get(name)!r} and {layer.get(name)!r}; give the one to train with"
+                )
+    own = {k: v for k, v in base.items() if k not in _NOT_TAKEN and (k == "threads" or FIELDS.get(k) != "engine")}
+    return _new_run(build_config(file, flags, base=own))
+
+
+_OF_EPISODES = ("hf_checkpoint", "template_args", "env", "action_format")
+"""Settings that the episodes of one run have in common."""
+_NOT_TAKEN = {"run", "runner_processes", "sglang"}
+"""Settings of a recorded run that a run on its episodes does not take, apart from those of the engine."""
+
+
+def _given(args: argparse.Namespace, rest: Sequence[str]) -> tuple[Layer, Layer]:
+    """The layers of --config and of the flags."""
     flags = read_flags(args, rest)
-    file: Layer = read_toml(args.config) if args.config else {}
-    env = str(flags.get("env", file.get("env", Config().env.env)))
-    config = anchor(build_config(file, flags, base=env_defaults(env)), embedded=embedded())
+    return read_toml(args.config) if args.config else {}, flags
+
+
+def _new_run(config: Config) -> Config:
+    """The settings with absolute paths and with today's date, unless they have one."""
+    config = anchor(config, embedded=embedded())
     if config.run.date:
         return config
     return replace(config, run=replace(config.run, date=datetime.date.today().isoformat()))

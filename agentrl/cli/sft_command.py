@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from agentrl.cli.common import Commands, print_now, run_job
-from agentrl.cli.resolve import resolve
+from agentrl.cli.resolve import resolve_trained
 
 
 def add_parser(commands: Commands) -> None:
@@ -19,5 +19,5 @@ def add_parser(commands: Commands) -> None:
 def run_sft(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.run.sft import sft
 
-    run_job(sft(resolve(args, rest), args.episodes, echo=print_now))
+    run_job(sft(resolve_trained(args, rest, args.episodes), args.episodes, echo=print_now))
     return 0

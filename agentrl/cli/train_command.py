@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.cli.common import Commands, print_now, run_job
 from agentrl.cli.flags import read_flags
-from agentrl.cli.resolve import resolve
+from agentrl.cli.resolve import resolve_played, resolve_trained
 from agentrl.config import Config, build_config, read_toml
 from agentrl.errors import ConfigError
 
@@ -21,7 +21,10 @@ def add_parser(commands: Commands) -> None:
         "--resume", type=Path, metavar="RUN", help="continue a run from its last checkpoint, with its own settings"
     )
     parser.add_argument(
-        "--train-only", type=Path, metavar="RUN", help="train on the recorded episodes of a run, without an engine"
+        "--train-only",
+        type=Path,
+        metavar="RUN",
+        help="train on the recorded episodes of a run, with its settings, without an engine",
     )
 
 
@@ -32,9 +35,9 @@ def run_train(args: argparse.Namespace, rest: list[str]) -> int:
     if args.resume:
         run_job(train(_resumed(args, rest), resume=args.resume, echo=print_now))
     elif args.train_only:
-        run_job(train_only(resolve(args, rest), args.train_only, echo=print_now))
+        run_job(train_only(resolve_trained(args, rest, [args.train_only]), args.train_only, echo=print_now))
     else:
-        run_job(train(resolve(args, rest), echo=print_now))
+        run_job(train(resolve_played(args, rest, scored=True), echo=print_now))
     return 0
 
 

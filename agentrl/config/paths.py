@@ -20,10 +20,12 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
     eval_data = (_data(word) if i % 2 else word for i, word in enumerate(config.eval.eval_prompt_data))
     return replace(
         config,
-        model=model if model.hf_checkpoint in embedded else replace(model, hf_checkpoint=_path(model.hf_checkpoint)),
+        model=model
+        if model.hf_checkpoint in embedded
+        else replace(model, hf_checkpoint=model.hf_checkpoint and _path(model.hf_checkpoint)),
         env=replace(
             env,
-            env=_code(env.env),
+            env=env.env and _code(env.env),
             reward=tuple(map(_code, env.reward)),
             context_policy=env.context_policy and _code(env.context_policy),
         ),

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+
+from agentrl.core.name_syntax import split_slice
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -64,8 +67,8 @@ class RunSettings:
 class ModelSettings:
     """The policy."""
 
-    hf_checkpoint: Annotated[str, "PATH|NAME"] = "search_r1_3m"
-    """model folder, hub id or embedded model
+    hf_checkpoint: Annotated[str | None, "PATH|NAME"] = None
+    """model folder, hub id or embedded model (default: the one that the environment recommends, if any)
 
     The folder is in Hugging Face layout, with safetensors files and tokenizer.json. `search_r1_3m` is an embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -80,16 +83,17 @@ class ModelSettings:
 class EnvSettings:
     """Environment, rewards and the form of episodes."""
 
-    env: Annotated[str, "NAME|FILE.py"] = "search_r1"
-    """environment: a name, module:Class or file.py
+    env: Annotated[str | None, "NAME|FILE.py"] = None
+    """environment: a name, module:Class or file.py (default: the tasks of --prompt-data, each answered in one turn)
 
-    `file.py:Class` chooses between several environments of a file."""
+    `file.py:Class` chooses between several environments of a file. `search_r1` is the example. Without an environment, tasks come from
+    --prompt-data, `ToolEnv` plays them, and --reward scores the answers."""
     env_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
     """constructor argument of --env; repeatable (default: none)"""
     reward: Annotated[tuple[str, ...], "NAME"] = ()
     """rewards, each NAME or NAME=WEIGHT (default: the environment's)
 
-    A name is registered, or `module:function`, or `file.py:function`."""
+    A name is registered, or `module:function`, or `file.py:function`. A file with one reward needs no function name."""
     action_format: Annotated[str | None, "NAME"] = None
     """syntax of tool calls and answers, such as hermes or search_r1 (default: the environment's choice, or the model family's)"""
     max_turns: Annotated[int, Field(ge=1)] = 8
@@ -322,6 +326,11 @@ class Config:
         """Episodes per optimizer step."""
         r = self.rollout
         return r.global_batch_size or r.rollout_batch_size * r.n_samples_per_prompt // r.num_steps_per_rollout
+
+    @property
+    def label(self) -> str:
+        """What the run is called in names and titles: its environment, else the name of its data file, else 'run'."""
+        return self.env.env or Path(split_slice(self.data.prompt_data or "run")[0]).name.partition(".")[0]
 
     def to_toml(self) -> str:
         """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import Env, check_env_args, make_env_class
-from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
+from agentrl.errors import ConfigError, DataError, EnvFailure, TemplateError, boundary
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -36,6 +37,7 @@ from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.model_folder import model_folder
 from agentrl.tool import tool_names
 from agentrl.train.rows import NO_IMAGES
+from agentrl.types import Trajectory
 
 if TYPE_CHECKING:
     from agentrl.engine.sglang.plan import ServerPlan
@@ -138,6 +140,25 @@ class Components:
 
         if self.servers is None and not any(self.folder.glob("*.bin")):
             weight_files(self.folder)
+
+    def require_known_ids(self, trajectory: Trajectory, source: Path) -> Trajectory:
+        """Return a recorded episode whose token ids the model has.
+
+        Raises:
+            DataError: an id is beyond the model's vocabulary: the episode was recorded with another model.
+        """
+        config = self._model_config()
+        size = config.get("text_config", config).get(
+            "vocab_size", math.inf
+        )  # the trainer refuses a config.json without it
+        ids = (token for segment in trajectory.segments for span in segment.spans for token in span.ids)
+        unknown = next((token for token in ids if not 0 <= token < size), None)
+        if unknown is not None:
+            raise DataError(
+                f"{source}, episode {trajectory.episode_id}: token id {unknown} is outside the vocabulary of {self.folder} "
+                f"({size} tokens); give --model with the model that the episodes were recorded with"
+            )
+        return trajectory
 
     def limits(self) -> Limits:
         """The limits of an episode."""

@@ -29,7 +29,7 @@ async def evaluate_only(config: Config, *, echo: Echo = print) -> dict[str, floa
     config = replace(config, eval=replace(config.eval, eval_interval=1, eval_prompt_data=eval_data))
     components = Components(config, trains=False)
     await components.require_env()
-    async with EpisodeRun(components, echo=echo, evaluates=True) as run:
+    async with EpisodeRun(components, echo=echo, plays="evaluation") as run:
         await run.start_engine()
         await evaluate(run, 0)
         run.finish_report()

@@ -19,12 +19,16 @@ def embedded() -> list[str]:
     return sorted([*PACKAGED, *(p.name for p in ASSETS.glob("*") if p.is_dir())])
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str | None) -> Path:
     """Return the folder of a model. A hub model is downloaded into the cache, and a GGUF file converted into it, once.
 
     Raises:
-        ConfigError: the model was not found.
+        ConfigError: no model is named, or it was not found.
     """
+    if name is None:
+        raise ConfigError(
+            f"no model is given; give --model with a folder, a hub id or the name of an embedded model ({', '.join(embedded())})"
+        )
     for folder in (ASSETS / name, Path(name)):
         if (folder / "config.json").exists():
             return folder

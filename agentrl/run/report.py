@@ -235,7 +235,7 @@ def draw_curve(
     axes.set_xlabel("rollouts")
     axes.set_ylabel("reward")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"{config.env.env}, {config.train.advantage_estimator}, seed {config.run.seed}")
+    axes.set_title(f"{config.label}, {config.train.advantage_estimator}, seed {config.run.seed}")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from agentrl import __version__
 from agentrl.config import Config
@@ -21,6 +21,9 @@ from agentrl.types import Group
 
 NOT_TRAINED = StageReport({"train/rows": 0})
 """Metrics of the training stage in a step that only plays episodes."""
+
+Plays = Literal["training", "evaluation", "recorded"]
+"""Which tasks a run plays: those of training (and evaluations), only those of evaluations, or none, because it has recorded episodes."""
 
 
 async def rollout_only(config: Config, *, echo: Echo = print) -> Path:
@@ -43,28 +46,31 @@ class EpisodeRun:
         components: built from the settings.
         resume: the run folder to continue; None: a new one.
         echo: shows a message to the user.
-        evaluates: there must be tasks to evaluate on.
+        plays: which tasks there must be: those of training, those of evaluations, or none, where recorded episodes are trained on.
 
     Raises:
         UsageError: something cannot work; raised before the run folder is created or changed.
     """
 
     def __init__(
-        self, components: Components, *, resume: Path | None = None, echo: Echo = print, evaluates: bool = False
+        self, components: Components, *, resume: Path | None = None, echo: Echo = print, plays: Plays = "training"
     ) -> None:
         self.components = components
         self.config = config = components.config
-        self.eval_sets = components.tasks.evaluation() if config.eval.eval_interval else {}
-        if evaluates and not self.eval_sets:
+        evaluates = config.eval.eval_interval > 0 and plays != "recorded"
+        self.eval_sets = components.tasks.evaluation() if evaluates else {}
+        if plays == "evaluation" and not self.eval_sets:
             raise DataError(
                 f"{components.env_class.label()} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
             )
-        self.source = DataSource(
-            components.tasks.training(),
-            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-            seed=config.run.seed,
-            shuffle=config.data.rollout_shuffle,
-        )
+        self._source: DataSource | None = None
+        if plays == "training":
+            self._source = DataSource(
+                components.tasks.training(),
+                n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+                seed=config.run.seed,
+                shuffle=config.data.rollout_shuffle,
+            )
         if components.trains:
             components.require_trainable()
         else:
@@ -85,6 +91,12 @@ class EpisodeRun:
         self.log = RunLog(self.folder.path, config.run.log_level, echo)
         self.engine = components.engine(self.folder.path)
         self.collector = Collector(components, self.engine, self.folder, self.report)
+
+    @property
+    def source(self) -> DataSource:
+        """The order of the training tasks, in a run that plays them."""
+        assert self._source is not None, "the run plays no training tasks"
+        return self._source
 
     def _restore(self, path: Path) -> None:
         """Take over the state of the last checkpoint; without one the run starts from the beginning."""

@@ -86,7 +86,7 @@ def load_episodes(sources: Sequence[Path], components: Components, echo: Echo) -
         if source.suffix == ".jsonl":
             read = read_conversations(source, components.renderer, components.context_length)
         else:
-            read = recorded_episodes(source, echo)
+            read = (components.require_known_ids(t, source) for t in recorded_episodes(source, echo))
         numbered = (replace(t, episode_id=f"{number}/{t.episode_id}") for t in read)
         trainable = [t for t in numbered if to_samples(t, demonstrations=True)]
         if not trainable:

@@ -22,13 +22,16 @@ async def train_only(config: Config, recorded: Path, *, echo: Echo = print) -> P
     """Train on the episodes of the train split in `recorded`; returns the run folder.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or the model does not have their token ids.
     """
     recording = Recording(recorded)
     rollouts = list(recorded_rollouts(recording, config.rollout.rollout_batch_size))
     if not rollouts:
         raise DataError(f"{recorded}: it holds no episodes of the train split")
-    async with TrainingRun(Components(config), echo=echo) as run:
+    components = Components(config)
+    for record in recording.records([entry for rollout in rollouts for entry in rollout]):
+        components.require_known_ids(from_record(record, recording.images), recorded)
+    async with TrainingRun(components, echo=echo, plays="recorded") as run:
         if recording.note:
             run.log.echo(recording.note)
         await run.start_trainer()

@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.run.components import Components
 from agentrl.run.evaluation import evaluate
 from agentrl.run.metrics import StageReport, mean_over_steps
-from agentrl.run.rollouts import EpisodeRun
+from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Row, Trainer
@@ -60,8 +60,10 @@ async def train(config: Config, *, resume: Path | None = None, echo: Echo = prin
 class TrainingRun(EpisodeRun):
     """A run with a trainer, whose weights are brought to the engine after each step."""
 
-    def __init__(self, components: Components, *, resume: Path | None = None, echo: Echo = print) -> None:
-        super().__init__(components, resume=resume, echo=echo)
+    def __init__(
+        self, components: Components, *, resume: Path | None = None, echo: Echo = print, plays: Plays = "training"
+    ) -> None:
+        super().__init__(components, resume=resume, echo=echo, plays=plays)
         self.first_step: int = self.state.get("step", 0)
         self.optimizer_step: int = self.state.get("optimizer_step", 0)
         self.weights = components.weight_sync(self.engine)
@@ -141,7 +143,7 @@ class TrainingRun(EpisodeRun):
             "recorded": recorded,
             "policy_version": self.policy_version,
             "optimizer_step": self.optimizer_step,
-            "source": self.source.state_dict(),
+            "source": {} if recorded else self.source.state_dict(),
             "report": self.report.state_dict(),
         }
         await self.weights.yield_gpu(self.trainer, keep_weights=True)

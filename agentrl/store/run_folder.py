@@ -54,7 +54,7 @@ class RunFolder:
         Raises:
             ConfigError: the folder exists (nothing is overwritten), or cannot be created.
         """
-        path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.env.env)
+        path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.label)
         try:
             path.mkdir(parents=True)
         except FileExistsError:

@@ -28,7 +28,7 @@ from sglang_cycle import FLAGS
 
 ROOT = Path(__file__).parents[2]
 SFT = (
-    "--calculate-per-token-loss --sft-batch-size 128 --sft-epochs 1 --lr 3e-4 --lr-warmup-rollouts 30 --lr-decay-style linear "
+    "--env search_r1 --calculate-per-token-loss --sft-batch-size 128 --sft-epochs 1 --lr 3e-4 --lr-warmup-rollouts 30 --lr-decay-style linear "
     "--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 1"
 )
 TRAIN = (

@@ -11,6 +11,8 @@ from agentrl.cli.resolve import resolve
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
 
+EXAMPLE = ("--env", "search_r1")
+
 
 def refused(capsys, *words):
     """Run a command that is refused; return its sentence."""
@@ -21,21 +23,23 @@ def refused(capsys, *words):
 
 
 def test_missing_data_file(here, model, capsys):
-    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "nowhere.jsonl")
+    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "nowhere.jsonl")
     assert "no data file nowhere.jsonl" in err
     assert not (here / "runs").exists()
 
 
 def test_malformed_row_names_its_line(here, model, capsys):
     (here / "d.jsonl").write_text('{"question": "q", "golden_answers": ["a"]}\n{"question": \n')
-    assert "d.jsonl, line 2: not JSON" in refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    assert "d.jsonl, line 2: not JSON" in refused(
+        capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl"
+    )
 
 
 def test_label_of_the_wrong_type(here, model, capsys):
     (here / "d.jsonl").write_text(
         '{"question": "q", "golden_answers": ["a"]}\n{"question": "q", "golden_answers": 5}\n'
     )
-    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl")
     assert "d.jsonl, line 2" in err
     assert "label must be" in err
     assert "5" in err
@@ -43,7 +47,7 @@ def test_label_of_the_wrong_type(here, model, capsys):
 
 def test_missing_column_suggests(here, model, capsys):
     (here / "d.jsonl").write_text('{"questions": "q", "golden_answers": ["a"]}\n')
-    err = refused(capsys, "train", "--model", str(model), "--prompt-data", "d.jsonl")
+    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl")
     assert "no column 'question'" in err
     assert "did you mean 'questions'" in err
 
@@ -99,7 +103,7 @@ def test_unknown_env_suggests(here, capsys):
 
 
 def test_unknown_env_argument_suggests(here, model, capsys):
-    err = refused(capsys, "train", "--model", str(model), "--env-arg", "retrever=bm25")
+    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--env-arg", "retrever=bm25")
     assert "takes no argument 'retrever'; did you mean 'retriever'" in err
 
 
@@ -109,7 +113,7 @@ def test_unknown_env_argument_suggests(here, model, capsys):
 )
 @pytest.mark.parametrize("command", ["train", "rollout", "eval"])
 def test_an_argument_that_the_environment_refuses(here, model, capsys, command, given, message):
-    assert message in refused(capsys, command, "--model", str(model), "--env-arg", given)
+    assert message in refused(capsys, command, *EXAMPLE, "--model", str(model), "--env-arg", given)
     assert not (here / "runs").exists()
 
 
@@ -122,7 +126,7 @@ def test_batch_equation_prints_both_sides(here, capsys):
 
 
 def test_groups_of_one_train_nothing(here, model, capsys):
-    words = ["train", "--model", str(model), "--n-samples-per-prompt", "1"]
+    words = ["train", *EXAMPLE, "--model", str(model), "--n-samples-per-prompt", "1"]
     assert "--n-samples-per-prompt 1 trains nothing" in refused(capsys, *words)
     assert "no data file" in refused(capsys, *words, "--entropy-coef", "0.01", "--prompt-data", "nowhere.jsonl")
     assert not (here / "runs").exists()
@@ -144,12 +148,12 @@ def test_the_scripted_engine_cannot_be_chosen(here, capsys):
 
 def test_model_without_chat_template(here, model, capsys):
     (model / "tokenizer_config.json").write_text("{}")
-    assert "no chat template" in refused(capsys, "train", "--model", str(model))
+    assert "no chat template" in refused(capsys, "train", *EXAMPLE, "--model", str(model))
 
 
 def test_a_model_config_that_is_not_json(here, model, capsys):
     (model / "config.json").write_text("{")
-    assert "config.json: not JSON" in refused(capsys, "eval", "--model", str(model))
+    assert "config.json: not JSON" in refused(capsys, "eval", *EXAMPLE, "--model", str(model))
 
 
 def test_an_environment_whose_tasks_are_not_tasks(here, model, capsys):
@@ -198,7 +202,7 @@ def test_an_environment_with_endless_tasks(here, model, capsys, monkeypatch):
 
 
 def test_no_such_model(here, capsys):
-    assert "no such folder" in refused(capsys, "train", "--model", "nowhere")
+    assert "no such folder" in refused(capsys, "train", *EXAMPLE, "--model", "nowhere")
 
 
 @pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval"], ["sft", "talk.jsonl"]], ids=lambda w: w[0])
@@ -208,7 +212,7 @@ def test_run_folder_exists(here, model, capsys, words):
     (run / "precious").write_text("kept")
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
-    err = refused(capsys, *words, "--model", str(model), "--run", str(run))
+    err = refused(capsys, *words, *EXAMPLE, "--model", str(model), "--run", str(run))
     assert "already exists" in err
     assert "--resume" not in err, "it is not a training run"
     assert [p.name for p in run.iterdir()] == ["precious"]
@@ -232,7 +236,7 @@ def test_the_error_for_a_taken_run_folder_suggests_resume_if_that_is_possible(
     path.write_text(state)
     if config:
         (here / "run/config.toml").touch()
-    err = refused(capsys, "train", "--model", str(model), "--run", "run")
+    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--run", "run")
     assert ("agentrl train --resume run" in err) is resumable
 
 
@@ -254,14 +258,14 @@ def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words,
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
-    assert message in refused(capsys, *command.split(), "--model", str(model), *words.split())
+    assert message in refused(capsys, *command.split(), *EXAMPLE, "--model", str(model), *words.split())
     assert not (here / "runs").exists()
 
 
 def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, capsys):
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
-    words = ["sft", "--model", str(model), "--tensor-model-parallel-size", "3"]
+    words = ["sft", *EXAMPLE, "--model", str(model), "--tensor-model-parallel-size", "3"]
     for flag in ("--sequence-parallel", "--weight-decay=0.1"):
         err = refused(capsys, *words, "--actor-num-gpus-per-node", "none", flag, "talk.jsonl")
         assert "3 does not divide the model's 2 key-value heads" in err
@@ -280,27 +284,27 @@ def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, caps
 )
 def test_mistakes_in_megatrons_table(here, model, capsys, line, message):
     (here / "c.toml").write_text(f"[megatron]\n{line}\n")
-    assert message in refused(capsys, "train", "--config", "c.toml", "--model", str(model))
+    assert message in refused(capsys, "train", "--config", "c.toml", *EXAMPLE, "--model", str(model))
     assert not (here / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "eval"])
 def test_a_model_without_weights(here, model, capsys, command):
     (model / "model.safetensors").unlink()
-    assert "holds no *.safetensors files" in refused(capsys, command, "--model", str(model))
+    assert "holds no *.safetensors files" in refused(capsys, command, *EXAMPLE, "--model", str(model))
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
-    assert "has no file one.safetensors" in refused(capsys, command, "--model", str(model))
+    assert "has no file one.safetensors" in refused(capsys, command, *EXAMPLE, "--model", str(model))
     assert not (here / "runs").exists()
 
 
 def test_a_model_config_without_a_key_of_the_shape(here, model, capsys):
     (model / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != "rms_norm_eps"}))
-    assert "has no key rms_norm_eps" in refused(capsys, "train", "--model", str(model))
+    assert "has no key rms_norm_eps" in refused(capsys, "train", *EXAMPLE, "--model", str(model))
 
 
 def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
     monkeypatch.setattr("agentrl.run.components.gpus", lambda: [(80_000, 80_000)])
-    words = ["--model", str(model), "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node"]
+    words = [*EXAMPLE, "--model", str(model), "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node"]
     for ranks in ("2", "none"):
         assert "needs 2 GPUs, one for each rank; this machine has 1" in refused(capsys, "train", *words, ranks)
     assert not (here / "runs").exists()
@@ -312,7 +316,7 @@ def test_servers_are_planned_with_a_trainer_only_for_training(here, model, capsy
         raise ConfigError(f"with a trainer: {trains}")
 
     monkeypatch.setattr("agentrl.engine.sglang.plan.plan_servers", plan)
-    words = ["--model", str(model), "--engine", "sglang"]
+    words = [*EXAMPLE, "--model", str(model), "--engine", "sglang"]
     assert f"with a trainer: {trains}" in refused(capsys, command, *words)
 
 
@@ -342,7 +346,7 @@ def test_an_interrupt_before_there_is_a_run_folder_does_not_suggest_resume(here,
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"agentrl.cli.{command.split()[0]}_command.resolve", interrupt)
+    monkeypatch.setattr("agentrl.cli.resolve._given", interrupt)
     assert main(command.split()) == 130
     output = capsys.readouterr()
     assert output.err.endswith(": interrupted\n")

@@ -64,11 +64,11 @@ ERRORS = {
     "train --sglang-mem-fraction-static 0.8": (
         "train: --sglang-mem-fraction-static needs --engine sglang (the engine is local)"
     ),
-    "train --model model --n-samples-per-prompt 1": (
+    "train --env search_r1 --model model --n-samples-per-prompt 1": (
         "train: --n-samples-per-prompt 1 trains nothing: the advantage of an episode is its difference from the "
         "others of its group; give at least 2 (or --kl-loss-coef or --entropy-coef, to train on these terms alone)"
     ),
-    "train --model model --tensor-model-parallel-size 3 --actor-num-gpus-per-node none": (
+    "train --env search_r1 --model model --tensor-model-parallel-size 3 --actor-num-gpus-per-node none": (
         "train: tensor_model_parallel_size 3 does not divide the model's 2 key-value heads"
     ),
     "train --eval-prompt-data held": (
@@ -79,26 +79,49 @@ ERRORS = {
     "train --env nowhere.py": (
         "train: env 'nowhere.py': cannot import nowhere.py: FileNotFoundError: no such file: HERE/nowhere.py"
     ),
-    "train --model model --env-arg topc=3": (
+    "train --env search_r1 --model model --env-arg topc=3": (
         "train: environment search_r1 takes no argument 'topc'; did you mean 'topk'?"
     ),
-    "train --model model --reward emm": "train: unknown reward 'emm'; did you mean 'em'?",
+    "train --env search_r1 --model model --reward emm": "train: unknown reward 'emm'; did you mean 'em'?",
+    "train": (
+        "train: no environment is given; give --env NAME|FILE.py (search_r1 is the example), or tasks with --prompt-data "
+        "and their --reward NAME|FILE.py"
+    ),
+    "rollout": (
+        "rollout: no environment is given; give --env NAME|FILE.py (search_r1 is the example), or tasks with --prompt-data "
+        "and their --reward NAME|FILE.py"
+    ),
+    "eval --model model": (
+        "eval: no environment is given; give --env NAME|FILE.py (search_r1 is the example), or tasks with --prompt-data or "
+        "--eval-prompt-data and their --reward NAME|FILE.py"
+    ),
+    "train --model model --prompt-data no_column.jsonl": (
+        "train: nothing scores the answers to the tasks; give --reward NAME|FILE.py, or an environment with --env"
+    ),
     # models
-    "train --model nowhere": (
+    "train --prompt-data no_column.jsonl --reward em": (
+        "train: no model is given; give --model with a folder, a hub id or the name of an embedded model (search_r1_3m, "
+        "smollm2-135m)"
+    ),
+    "sft empty.jsonl": (
+        "sft: no model is given; give --model with a folder, a hub id or the name of an embedded model (search_r1_3m, "
+        "smollm2-135m)"
+    ),
+    "train --env search_r1 --model nowhere": (
         "train: --hf-checkpoint nowhere: no such folder, and no embedded model of that name (search_r1_3m, "
         "smollm2-135m)"
     ),
-    "train --model empty": "train: --hf-checkpoint HERE/empty: the folder has no config.json",
-    "train --model mute": (
+    "train --env search_r1 --model empty": "train: --hf-checkpoint HERE/empty: the folder has no config.json",
+    "train --env search_r1 --model mute": (
         "train: HERE/mute has no chat template; add one to tokenizer_config.json (key chat_template) or "
         "chat_template.jinja"
     ),
     # files
-    "train --model model --prompt-data nowhere.jsonl": "train: no data file nowhere.jsonl",
-    "train --model model --prompt-data no_json.jsonl": (
+    "train --env search_r1 --model model --prompt-data nowhere.jsonl": "train: no data file nowhere.jsonl",
+    "train --env search_r1 --model model --prompt-data no_json.jsonl": (
         "train: HERE/no_json.jsonl, line 2: not JSON: unexpected end of data: line 2 column 1 (char 42)"
     ),
-    "train --model model --prompt-data no_column.jsonl": (
+    "train --env search_r1 --model model --prompt-data no_column.jsonl": (
         "train: HERE/no_column.jsonl, line 1: no column 'question'; did you mean 'questions'?; set "
         "--input-key and --label-key"
     ),
@@ -115,11 +138,11 @@ ERRORS = {
         "kl_loss_coef, kl_loss_type, lr, lr_decay_style, lr_warmup_rollouts, …"
     ),
     "train --config section.toml": "train: section.toml: unknown section [trian]; did you mean 'train'?",
-    "train --model model --config megatron.toml": (
+    "train --env search_r1 --model model --config megatron.toml": (
         "train: [megatron]: megatron-core has no setting 'wieght_decay'; did you mean 'weight_decay'?"
     ),
     # runs and recorded episodes
-    "train --model model --run taken": "train: the run folder taken already exists; choose another with --run",
+    "train --env search_r1 --model model --run taken": "train: the run folder taken already exists; choose another with --run",
     "train --resume nowhere": "train: nowhere is not a run folder: it has no config.toml",
     "train --resume stopped --lr 1": (
         "train: --resume continues with the run's own settings; leave out --lr, or start a new run"

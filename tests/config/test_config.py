@@ -79,7 +79,7 @@ def test_the_batch_equation_prints_both_sides():
         ({"eval_limit": "many"}, "--eval-limit must be an integer or none, found 'many'"),
         ({"lr": "fast"}, "--lr must be a number, found 'fast'"),
         ({"colocate": "maybe"}, "--colocate must be true or false, found 'maybe'"),
-        ({"env": 3}, "--env must be text, found 3"),
+        ({"env": 3}, "--env must be text or none, found 3"),
         ({"reward": "em"}, "--reward must be a list, found 'em'"),
         ({"reward": [1]}, "--reward must be a list of text, found 1"),
         ({"advantage_estimator": "grop"}, "--advantage-estimator must be one of grpo, dr_grpo, rloo, found 'grop'"),
@@ -155,7 +155,8 @@ def test_every_number_has_a_bound():
         ("eval_limit", None, None),
         ("eval_limit", "none", None),
         ("run", "none", None),
-        ("env", "none", "none"),
+        ("env", "none", None),
+        ("engine", "local", "local"),
         ("reward", ["a"], ("a",)),
         ("reward", ("a", "b"), ("a", "b")),
     ],
@@ -201,8 +202,9 @@ def test_settings_are_ordinary_dataclasses():
 
 def test_the_fingerprint_of_recorded_settings_does_not_change():
     given = {"lr": 0.1, "log_level": "error", "env_args": {"a": 1}, "eval_prompt_data": ["a", "b"]}
-    assert settings_fingerprint(Config()) == "af5d00d4c2e15927"
-    assert settings_fingerprint(build_config(given)) == "009c947ec1febb85"
+    example = {"env": "search_r1", "hf_checkpoint": "search_r1_3m"}
+    assert settings_fingerprint(build_config(example)) == "af5d00d4c2e15927"
+    assert settings_fingerprint(build_config(example, given)) == "009c947ec1febb85"
 
 
 def test_settings_import_no_torch():

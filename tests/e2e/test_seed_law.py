@@ -12,8 +12,8 @@ from agentrl.store import to_record
 from agentrl.types import EpisodeSpec
 
 EPISODES, TASKS = 8, 4
-SETTINGS = {"env": "search_r1", "rollout_max_context_len": 512, "rollout_max_response_len": 384, "max_turns": 4}
-SETTINGS |= {"max_tokens_per_turn": 40, "engine_max_running": 8, "threads": 1}
+SETTINGS = {"env": "search_r1", "hf_checkpoint": "search_r1_3m", "rollout_max_context_len": 512, "max_turns": 4}
+SETTINGS |= {"rollout_max_response_len": 384, "max_tokens_per_turn": 40, "engine_max_running": 8, "threads": 1}
 
 
 def without_clock(trajectory):
@@ -41,7 +41,7 @@ async def test_concurrency_changes_no_episode_of_the_local_engine():
         for concurrency in (1, 7, 64):
             fresh = [[replace(s, prefix=f"{concurrency}/") for s in group] for group in specs]
             runner = components.runner(engine, RunnerSettings(policy_version=0, temperature=1.0, seed=11))
-            groups, table = await Rollout(runner, RolloutLimits(concurrency)).run(fresh)
+            groups, table = await Rollout(runner, RolloutLimits(concurrency=concurrency)).run(fresh)
             runner.close()
             assert table.failures == 0
             made[concurrency] = [without_clock(t) for g in groups for t in g.trajectories]

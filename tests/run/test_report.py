@@ -15,7 +15,7 @@ from agentrl.run.report import Report
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.types import Group, StopReason, Task
 
-CONFIG = build_config({"env": "search_r1", "seed": 3})
+CONFIG = build_config({"env": "search_r1", "hf_checkpoint": "search_r1_3m", "seed": 3})
 SECONDS = {"rollout_s": 2.0, "train_s": 1.5, "sync_s": 0.25}
 
 
