@@ -42,7 +42,9 @@ class ToolLimits:
     max_result_bytes: int = 32_768
     """longer results are truncated at a character boundary"""
     max_hung: int = 8
-    """sync calls that may hang past their time limit; once this many hang, further calls fail at once"""
+    """sync calls that may hang past their time limit; once this many hang, further calls wait until one returns"""
+    parallel: bool = False
+    """True: calls of one turn may run at the same time; False: they run one after the other, in the order in which the policy wrote them"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Tool:
     name: ClassVar[str] = ""
     """the name that the policy uses; empty: the class name in snake case"""
     limits: ClassVar[ToolLimits] = ToolLimits()
+    parallel: ClassVar[bool] = False
+    """True: calls of one turn may run at the same time; see `ToolLimits.parallel`"""
 
     async def setup(self, seed: int) -> None:
         """Prepare the tool. Called once per episode, before the first call.
@@ -131,7 +135,8 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
 
     The function may be sync or async, and remains callable as before. What it returns becomes text: str unchanged, other values as JSON; an
     image, or a list of text and image parts, is passed to the model. An exception becomes an error message that the policy reads, except
-    `InfraError`, which is retried and then fails the episode.
+    `InfraError`, which is retried and then fails the episode. Several calls of one turn run one after the other, in the order in which the policy
+    wrote them, unless `parallel=True`.
 
     Args:
         fn: the function. Its type hints and its docstring (summary and Args section) make the schema.
@@ -202,7 +207,7 @@ def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
     if isinstance(obj, Tool):
         if not callable(getattr(obj, "call", None)):
             raise ContractError(f"tool {type(obj).__name__} has no method `call`; define call(self, ...)")
-        return _spec(obj.call, _name_of(obj), obj.limits)
+        return _spec(obj.call, _name_of(obj), replace(obj.limits, parallel=obj.parallel or obj.limits.parallel))
     return _spec(obj, _name_of(obj), getattr(obj, _MARK, (None, ToolLimits()))[1])
 
 

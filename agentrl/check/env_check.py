@@ -12,6 +12,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -114,7 +115,7 @@ class _Player:
             engine=engine,
             renderer=self.renderer,
             scorer=scorer,
-            limits=_LIMITS,
+            limits=replace(_LIMITS, max_turns=max(_LIMITS.max_turns, len(self.tools) + 3)),
             sampling=sampling,
             seed=self.seed,
             pools=ThreadPools(self.env),

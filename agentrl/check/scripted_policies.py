@@ -1,7 +1,8 @@
 """The policies of a check, as scripts for `ScriptedEngine`, with a tokenizer and a renderer built in code: no model and no files.
 
-Episodes with an even index follow the script: each tool once with valid arguments, then the task's label as the answer. Episodes with an
-odd index act randomly: valid and invalid calls, unknown tools, markup that cannot be parsed, empty text, long and unusual text.
+Episodes with an even index follow the script: each tool once with valid arguments, then several calls in one turn (where the action format
+can write them), then the task's label as the answer. Episodes with an odd index act randomly: valid and invalid calls, several calls in one
+turn, unknown tools, markup that cannot be parsed, empty text, long and unusual text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is string else m['content'] | tojson }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_MAX_CALLS = 8
+"""calls in one turn"""
 _UNUSUAL = (
     "🙂 naïve 東京",
     "<tool_call>",
@@ -68,18 +71,34 @@ class Policy:
             return self._random(spec, request.number, random)
         return self._scripted(spec.task, request.number, random)
 
+    @property
+    def several_calls(self) -> bool:
+        """True if there are tools and the action format can write several calls in one turn."""
+        return bool(self._tools) and not isinstance(self._renderer.format, TagFormat)
+
+    def _calls(self, task: Task, random: Random) -> str:
+        """Each tool once or more, at least three calls."""
+        count = min(_MAX_CALLS, max(3, len(self._tools)))
+        return "".join(self._call(self._tools[i % len(self._tools)], task, random) for i in range(count))
+
     def _scripted(self, task: Task, turn: int, random: Random) -> str:
         if turn < len(self._tools):
             return self._call(self._tools[turn], task, random)
+        if turn == len(self._tools) and self.several_calls:
+            return self._calls(task, random)
         return self._answer(label_text(task.label))
 
     def _random(self, spec: EpisodeSpec, turn: int, random: Random) -> str:
         """Return a random action. Each kind opens some episode, so that a few episodes cover all kinds."""
         tool = random.choice(self._tools) if self._tools else None
         kinds = ["broken", "empty", "unknown", "unusual", "answer", "text", *(["wrong", "call"] if tool else [])]
+        if self.several_calls:
+            kinds.append("calls")
         kind = kinds[spec.index // 2 % len(kinds)] if turn == 0 else random.choice(kinds)
         if tool is not None and kind == "call":
             return self._call(tool, spec.task, random)
+        if kind == "calls":
+            return self._calls(spec.task, random)
         if tool is not None and kind == "wrong":
             return self._write(tool.name, {"wrong": random.choice(_UNUSUAL)})
         texts = {

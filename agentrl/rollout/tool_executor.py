@@ -81,25 +81,31 @@ class ToolExecutor:
         return {name: dict(counts) for name, counts in total.items()}
 
     async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
-        """Make the action's calls concurrently and return the action with their results in order.
+        """Make the action's calls and return the action with their results in order.
+
+        A call begins when the one before it has ended, unless both tools are `parallel`.
 
         Raises:
-            ToolFailure: a tool's infrastructure failed in every attempt.
+            ToolFailure: a tool's infrastructure failed in every attempt; the calls after it are not made.
         """
-        if not action.calls:
+        results: list[ToolResult] = []
+        for batch in _batches(tools, action.calls):
+            results += await self._batch(tools, batch)
+        if not results:
             return action
-        results: Sequence[ToolResult]
-        if len(action.calls) == 1:
-            results = [await self._call(tools, action.calls[0])]
-        else:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_failure_as_value(self._call(tools, call))) for call in action.calls]
-            outcomes = [t.result() for t in tasks]
-            failure = next((o for o in outcomes if isinstance(o, ToolFailure)), None)
-            if failure is not None:
-                raise failure
-            results = [o for o in outcomes if isinstance(o, ToolResult)]
         return Action(action.text, action.calls, action.errors, action.finish_reason, action.answer, tuple(results))
+
+    async def _batch(self, tools: Mapping[str, ToolSpec], calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """The results of calls that are made at the same time. A failure is raised after the other calls have ended."""
+        if len(calls) == 1:
+            return [await self._call(tools, calls[0])]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_failure_as_value(self._call(tools, call))) for call in calls]
+        outcomes = [t.result() for t in tasks]
+        failure = next((o for o in outcomes if isinstance(o, ToolFailure)), None)
+        if failure is not None:
+            raise failure
+        return [o for o in outcomes if isinstance(o, ToolResult)]
 
     def close(self) -> None:
         """Let idle threads end; hanging calls are left behind."""
@@ -171,6 +177,21 @@ class ToolExecutor:
         if self.save_output is not None and result.sha256 is not None:
             await asyncio.to_thread(self.save_output, result.sha256, text.encode("utf-8", errors="replace"))
         return result
+
+
+def _batches(tools: Mapping[str, ToolSpec], calls: Sequence[ToolCall]) -> list[list[ToolCall]]:
+    """The calls in their order: neighbours whose tools are `parallel` together, every other call alone."""
+    batches: list[list[ToolCall]] = []
+    joinable = False
+    for call in calls:
+        spec = tools.get(call.name)
+        parallel = spec is not None and spec.limits.parallel
+        if parallel and joinable:
+            batches[-1].append(call)
+        else:
+            batches.append([call])
+        joinable = parallel
+    return batches
 
 
 async def _failure_as_value(call: Any) -> ToolResult | ToolFailure:

@@ -395,3 +395,27 @@ async def test_an_environment_without_tasks_differs_from_broken_tasks():
             raise ConfigError("environment later has no tasks")
 
     assert (await check(Later)).ok
+
+
+async def test_several_calls_in_one_turn_are_played():
+    class OneCall(Good):
+        async def step(self, action):
+            if len(action.calls) > 1:
+                raise IndexError("one call expected")
+            return await super().step(action)
+
+    assert reports(await check(OneCall), "step", "raised IndexError: one call expected on a tool call")
+
+
+async def test_many_tools_leave_room_for_the_answer():
+    def numbered(i):
+        def look() -> str:
+            """Look."""
+            return str(i)
+
+        return tool(name=f"look_{i}")(look)
+
+    class Many(Good):
+        tools = [numbered(i) for i in range(9)]
+
+    assert max((await check(Many)).scores) == 1.0

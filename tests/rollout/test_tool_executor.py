@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from agentrl.core.timeout_pool import PoolExhaustedError
-from agentrl.env import tool_messages
+from agentrl.env import Env, tool_messages
 from agentrl.errors import ContractError, InfraError, ToolFailure
 from agentrl.rollout.tool_executor import ToolExecutor, to_text
-from agentrl.tool import Tool, spec_of, tool
+from agentrl.tool import Tool, ToolLimits, spec_of, tool
 from agentrl.types import Action, ParseError, ToolCall
 
 SOON_S = 10.0
@@ -283,6 +283,101 @@ TRANSPORT = [
 ]
 
 
+class Ledger(Env):
+    """Its tools depend on the order of the calls."""
+
+    def __init__(self):
+        self.seen, self.running, self.most = [], 0, 0
+
+    def note(self, n, s):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(s)
+        self.seen.append(n)
+        self.running -= 1
+        return self.seen[:]
+
+    @tool
+    def push(self, n: int, s: float = 0.0) -> list[int]:
+        """Push."""
+        return self.note(n, s)
+
+    @tool
+    async def push_async(self, n: int, s: float = 0.0) -> list[int]:
+        """Push."""
+        await asyncio.sleep(s)
+        return self.note(n, 0)
+
+    @tool(parallel=True)
+    def peek(self, n: int, s: float = 0.0) -> list[int]:
+        """Peek."""
+        return self.note(n, s)
+
+
+class Counting(Tool):
+    """Waits until as many calls run as it is told."""
+
+    limits = ToolLimits(timeout_s=5.0)
+
+    def __init__(self):
+        self.running, self.met = 0, asyncio.Event()
+
+    async def call(self, meet: int) -> str:
+        """Meet the others."""
+        self.running += 1
+        if self.running == meet:
+            self.met.set()
+        try:
+            async with asyncio.timeout(0.2):
+                await self.met.wait()
+        except TimeoutError:
+            return "alone"
+        return "met"
+
+
+class TestSeveralCallsInOneTurn:
+    @pytest.mark.parametrize("names", [("push",) * 4, ("push_async",) * 4, ("push", "push_async", "peek", "push")])
+    async def test_they_run_one_after_the_other_in_the_order_written(self, tool_executor, names):
+        env = Ledger()
+        tools = {s.name: s for s in env.tool_specs()}
+        calls = tuple(ToolCall(name, {"n": i, "s": 0.03 - 0.01 * i}, f"c{i}") for i, name in enumerate(names))
+        action = await tool_executor.execute(tools, Action("x", calls))
+        assert [json.loads(r.content) for r in action.results] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+        assert env.most == 1
+
+    async def test_a_failed_call_does_not_stop_those_after_it(self, tool_executor):
+        env = Ledger()
+        tools = {s.name: s for s in env.tool_specs()}
+        calls = (call("push", n="x"), call("none"), call("push", n=1))
+        action = await tool_executor.execute(tools, Action("x", calls))
+        assert [r.is_error for r in action.results] == [True, True, False]
+        assert env.seen == [1]
+
+    @pytest.mark.parametrize(("parallel", "text"), [(True, "met"), (False, "alone")])
+    async def test_a_tool_declares_that_its_calls_may_run_at_the_same_time(self, tool_executor, parallel, text):
+        class Meeting(Counting):
+            pass
+
+        Meeting.parallel = parallel
+        spec = spec_of(Meeting())
+        assert spec.limits == ToolLimits(timeout_s=5.0, parallel=parallel)
+        action = await tool_executor.execute({spec.name: spec}, Action("x", (call(spec.name, meet=2),) * 2))
+        assert action.results[0].content == text
+
+    async def test_a_call_that_is_not_parallel_waits_for_those_before_it_and_those_after_wait_for_it(
+        self, tool_executor
+    ):
+        env = Ledger()
+        tools = {s.name: s for s in env.tool_specs()}
+        names = ["peek", "peek", "push", "peek", "peek"]
+        calls = tuple(
+            ToolCall(name, {"n": i, "s": 0.05 if i % 3 == 0 else 0.0}, f"c{i}") for i, name in enumerate(names)
+        )
+        action = await tool_executor.execute(tools, Action("x", calls))
+        assert env.seen == [1, 0, 2, 4, 3]
+        assert [r.call_id for r in action.results] == [f"c{i}" for i in range(5)]
+
+
 class TestInfrastructure:
     @pytest.mark.parametrize("raised", TRANSPORT, ids=lambda e: type(e).__name__)
     async def test_transport_errors_are_retried_and_then_fail_the_episode(self, tool_executor, raised):
@@ -326,20 +421,24 @@ class TestInfrastructure:
         assert (await run(tool_executor, fetch)).is_error
         assert len(tries) == 1
 
-    async def test_the_other_calls_of_the_turn_finish_first(self, tool_executor):
+    @pytest.mark.parametrize("parallel", [True, False])
+    async def test_calls_that_run_at_the_same_time_finish_before_the_failure_and_later_ones_are_not_made(
+        self, tool_executor, parallel
+    ):
         finished = []
 
-        @tool(retries=0)
+        @tool(retries=0, parallel=parallel)
         async def broken():
             raise InfraError("down")
 
+        @tool(parallel=parallel)
         async def fine():
             await asyncio.sleep(0.05)
             finished.append(True)
 
         with pytest.raises(ToolFailure, match="down"):
             await tool_executor.execute(specs(broken, fine), Action("x", (call("broken"), call("fine"))))
-        assert finished == [True]
+        assert finished == [True] * parallel
 
 
 class TestTime:
