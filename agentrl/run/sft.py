@@ -15,6 +15,7 @@ from random import Random
 
 from agentrl import __version__
 from agentrl.config import Config
+from agentrl.core.program_name import command
 from agentrl.core.seeds import derive_seed
 from agentrl.data.conversations import read_conversations
 from agentrl.errors import DataError
@@ -65,7 +66,7 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
                 await asyncio.to_thread(trainer.close)
             components.close()
             folder.close()
-        log.echo(f"weights in {folder.path / 'hf'}")
+        log.echo(f"weights in {folder.path / 'hf'}; look at the run in the browser: {command('view', folder.path)}")
     return folder.path
 
 

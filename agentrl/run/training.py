@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from agentrl.config import Config
+from agentrl.core.program_name import command
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
 from agentrl.run.evaluation import evaluate
@@ -52,7 +54,7 @@ async def train(config: Config, *, resume: Path | None = None, echo: Echo = prin
             await evaluate(run, config.rollout.num_rollout)
             await run.finish()
         except asyncio.CancelledError:
-            run.log.echo(f"interrupted; to continue: agentrl train --resume {run.folder.path}")
+            run.log.echo(f"interrupted; to continue: {command('train', '--resume', run.folder.path)}")
             raise
     return run.folder.path
 
@@ -155,6 +157,11 @@ class TrainingRun(EpisodeRun):
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
         await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
         self.finish_report()
+
+    def next_steps(self) -> list[str]:
+        """See `EpisodeRun.next_steps`; the trained weights can be used as any other model."""
+        weights = self.folder.path / "hf"
+        return [*super().next_steps(), f"use its weights as a model: --model {shlex.quote(str(weights))}"]
 
     async def close(self) -> None:
         """See `EpisodeRun.close`; then stop the trainer."""

@@ -9,6 +9,7 @@ from replays import NoteTrainer
 from agentrl.cli.main import main, make_parser
 from agentrl.cli.resolve import resolve, resolve_trained
 from agentrl.config import Config, build_config, read_toml
+from agentrl.core.program_name import command
 from agentrl.errors import ConfigError
 from agentrl.store import read_episodes
 from agentrl.store.run_folder import settings_fingerprint
@@ -159,6 +160,19 @@ def test_without_an_environment_or_data_nothing_is_assumed(here_empty, capsys, l
 def here_empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_finished_run_names_the_next_commands(recorded, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["train", "--train-only", "R", "--run", "A"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(
+        f"look at it in the browser: {command('view', 'A')}\nuse its weights as a model: --model A/hf\n"
+    )
+    assert main(["sft", "R", "--run", "B"]) == 0
+    assert capsys.readouterr().out.endswith(
+        f"weights in B/hf; look at the run in the browser: {command('view', 'B')}\n"
+    )
 
 
 def test_no_default_is_the_examples():

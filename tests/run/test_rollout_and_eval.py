@@ -16,6 +16,7 @@ from retrieval_server import Server
 
 from agentrl.cli.main import main, make_parser
 from agentrl.cli.resolve import resolve
+from agentrl.core.program_name import command
 from agentrl.core.registry import load_file
 from agentrl.errors import WorkerError
 from agentrl.render import Tokenizer
@@ -193,7 +194,7 @@ def stop(sign, model, says, capsys, monkeypatch):
     finally:
         signal.signal(sign, before)
     said = capsys.readouterr()
-    assert "interrupted; to continue: agentrl train --resume runs/mine" in said.out
+    assert f"interrupted; to continue: {command('train', '--resume', 'runs/mine')}" in said.out
     assert said.err.endswith("agentrl train: interrupted\n")
 
 
