@@ -16,6 +16,7 @@ from agentrl.engine.sglang.installation import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.run.model_folder import embedded
+from agentrl.store.run_folder import recorded_config
 
 
 def resolve(args: argparse.Namespace, rest: Sequence[str]) -> Config:
@@ -106,12 +107,6 @@ def resolve_recorded(args: argparse.Namespace, rest: Sequence[str]) -> Config:
             "give --config FILE.toml with the settings of its episodes"
         )
     return build_config(read_flags(args, rest), base=read_toml(path))
-
-
-def recorded_config(recorded: Path) -> Path | None:
-    """The config.toml of the run that a run folder, a folder of episodes or a file of them belongs to."""
-    folders = (recorded, recorded.parent, recorded.parent.parent)
-    return next((folder / "config.toml" for folder in folders if (folder / "config.toml").exists()), None)
 
 
 def env_defaults(env: str) -> Layer:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cli.common import Commands, require_no_more
-from agentrl.cli.resolve import recorded_config
 from agentrl.config import build_config, read_toml
 from agentrl.errors import ConfigError, UsageError
 from agentrl.render import Tokenizer
 from agentrl.run.model_folder import model_folder
+from agentrl.store.run_folder import recorded_config
 from agentrl.view.episode_detail import Decode
 
 TOKENIZER_HELP = "model folder to decode tokens with (default: the run's model)"

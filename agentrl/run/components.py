@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import Env, check_env_args, make_env_class
-from agentrl.errors import ConfigError, DataError, EnvFailure, TemplateError, boundary
+from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -37,7 +36,6 @@ from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.model_folder import model_folder
 from agentrl.tool import tool_names
 from agentrl.train.rows import NO_IMAGES
-from agentrl.types import Trajectory
 
 if TYPE_CHECKING:
     from agentrl.engine.sglang.plan import ServerPlan
@@ -124,7 +122,7 @@ class Components:
         """
         from agentrl.train.megatron.megatron_settings import check_trainer
 
-        if isinstance(self.renderer.images, Images) and "vision_config" in self._model_config():
+        if isinstance(self.renderer.images, Images) and "vision_config" in self.model_config():
             raise ConfigError(
                 f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
             )
@@ -140,25 +138,6 @@ class Components:
 
         if self.servers is None and not any(self.folder.glob("*.bin")):
             weight_files(self.folder)
-
-    def require_known_ids(self, trajectory: Trajectory, source: Path) -> Trajectory:
-        """Return a recorded episode whose token ids the model has.
-
-        Raises:
-            DataError: an id is beyond the model's vocabulary: the episode was recorded with another model.
-        """
-        config = self._model_config()
-        size = config.get("text_config", config).get(
-            "vocab_size", math.inf
-        )  # the trainer refuses a config.json without it
-        ids = (token for segment in trajectory.segments for span in segment.spans for token in span.ids)
-        unknown = next((token for token in ids if not 0 <= token < size), None)
-        if unknown is not None:
-            raise DataError(
-                f"{source}, episode {trajectory.episode_id}: token id {unknown} is outside the vocabulary of {self.folder} "
-                f"({size} tokens); give --model with the model that the episodes were recorded with"
-            )
-        return trajectory
 
     def limits(self) -> Limits:
         """The limits of an episode."""
@@ -309,7 +288,7 @@ class Components:
             )
 
     def _context_length(self) -> int:
-        model = self._model_config()
+        model = self.model_config()
         model = model.get("text_config", model)
         positions = int(model.get("max_position_embeddings", 0))
         requested = self.config.rollout.rollout_max_context_len
@@ -323,7 +302,8 @@ class Components:
             )
         return requested or positions
 
-    def _model_config(self) -> dict[str, Any]:
+    def model_config(self) -> dict[str, Any]:
+        """The contents of the model's config.json."""
         path = self.folder / "config.json"
         try:
             settings: dict[str, Any] = orjson.loads(path.read_bytes())

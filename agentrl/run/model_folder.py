@@ -29,9 +29,8 @@ def model_folder(name: str | None) -> Path:
         raise ConfigError(
             f"no model is given; give --model with a folder, a hub id or the name of an embedded model ({', '.join(embedded())})"
         )
-    for folder in (ASSETS / name, Path(name)):
-        if (folder / "config.json").exists():
-            return folder
+    if (folder := local_folder(name)) is not None:
+        return folder
     if name in PACKAGED or name.endswith(".gguf"):
         return _converted(name)
     if Path(name).exists():
@@ -49,6 +48,12 @@ def model_folder(name: str | None) -> Path:
         raise ConfigError(
             f"--hf-checkpoint {name}: not a folder, and it cannot be downloaded from the hub: {str(e).splitlines()[0]}"
         ) from e
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of an embedded model or of a path; None if there is no such model on this machine."""
+    folders = (ASSETS / name, Path(name))
+    return next((folder for folder in folders if (folder / "config.json").exists()), None)
 
 
 def _converted(name: str) -> Path:

@@ -20,6 +20,7 @@ from agentrl.core.seeds import derive_seed
 from agentrl.data.conversations import read_conversations
 from agentrl.errors import DataError
 from agentrl.run.components import Components
+from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo, RunLog
 from agentrl.run.training import recorded_step
 from agentrl.store import Recording, from_record
@@ -87,7 +88,7 @@ def load_episodes(sources: Sequence[Path], components: Components, echo: Echo) -
         if source.suffix == ".jsonl":
             read = read_conversations(source, components.renderer, components.context_length)
         else:
-            read = (components.require_known_ids(t, source) for t in recorded_episodes(source, echo))
+            read = map(RecordedIds(components, source).check, recorded_episodes(source, echo))
         numbered = (replace(t, episode_id=f"{number}/{t.episode_id}") for t in read)
         trainable = [t for t in numbered if to_samples(t, demonstrations=True)]
         if not trainable:

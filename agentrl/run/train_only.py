@@ -12,6 +12,7 @@ from agentrl.rollout.failures import CauseTable
 from agentrl.run.collector import CollectedEpisodes
 from agentrl.run.components import Components
 from agentrl.run.metrics import StageReport, rollout_metrics
+from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo
 from agentrl.run.training import TrainingRun
 from agentrl.store import IndexEntry, Recording, exactness_violations, from_record
@@ -29,8 +30,9 @@ async def train_only(config: Config, recorded: Path, *, echo: Echo = print) -> P
     if not rollouts:
         raise DataError(f"{recorded}: it holds no episodes of the train split")
     components = Components(config)
+    ids = RecordedIds(components, recorded)
     for record in recording.records([entry for rollout in rollouts for entry in rollout]):
-        components.require_known_ids(from_record(record, recording.images), recorded)
+        ids.check(from_record(record, recording.images))
     async with TrainingRun(components, echo=echo, plays="recorded") as run:
         if recording.note:
             run.log.echo(recording.note)

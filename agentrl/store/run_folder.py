@@ -187,6 +187,12 @@ def next_free(parent: Path, name: str) -> Path:
     return parent / f"{stem}-{number:03d}"
 
 
+def recorded_config(recorded: Path) -> Path | None:
+    """Return the config.toml of the run that a run folder, a folder of episodes or a file of them belongs to; None: there is none."""
+    folders = (recorded, recorded.parent, recorded.parent.parent)
+    return next((folder / "config.toml" for folder in folders if (folder / "config.toml").exists()), None)
+
+
 def require_run(path: Path) -> Path:
     """Return a folder if it holds a training run.
 

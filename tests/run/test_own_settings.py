@@ -1,6 +1,7 @@
 """No command takes the example's model, environment or settings unless it was asked for; recorded runs bring their own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def trainer(monkeypatch):
 def recorded(model, says, trainer, tmp_path):
     """A run of `agentrl rollout` with an environment and settings of its own."""
     (tmp_path / "toy.py").write_text(TOY)
-    says(lambda asked: f"it is {asked.session}")
+    says(lambda asked: f"a {asked.session}")
     assert main(["rollout", "--env", "toy.py", "--model", model, "--run", "R", "--lr", "0.25", *SMALL, *OWN]) == 0
     return tmp_path / "R"
 
@@ -115,6 +116,28 @@ def test_token_ids_that_the_model_does_not_have_are_refused(recorded, model, tra
     error = capsys.readouterr().err
     assert f"token id {highest} is outside the vocabulary of {model} ({highest} tokens)" in error
     assert "give --model with the model that the episodes were recorded with" in error
+    assert len(error.splitlines()) == 1
+    assert len(trainer.fed) == fed
+    assert not (tmp_path / "B").exists()
+
+
+@pytest.mark.parametrize("command", ["train --train-only R", "sft R"])
+def test_token_ids_that_mean_something_else_in_the_model_are_refused(
+    recorded, model, trainer, tmp_path, capsys, command
+):
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder in (same, other):
+        shutil.copytree(model, folder)
+    text = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = text["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(text))
+    assert main([*command.split(), "--run", "A", "--model", "same"]) == 0
+    fed = len(trainer.fed)
+    capsys.readouterr()
+    assert main([*command.split(), "--run", "B", "--model", "other"]) == 2
+    error = capsys.readouterr().err
+    assert f"token id {vocabulary['b']} is 'a' for {model}, with which it was recorded, and 'b' for {other}" in error
     assert len(error.splitlines()) == 1
     assert len(trainer.fed) == fed
     assert not (tmp_path / "B").exists()
