@@ -5,6 +5,7 @@
 Importing agentrl does not import torch.
 """
 
+from agentrl.core.infra_errors import register_infra_error
 from agentrl.env import Env, ToolEnv, register_env
 from agentrl.errors import AgentRLError, InfraError
 from agentrl.reward import Reward, reward
@@ -29,6 +30,7 @@ __all__ = [
     "ToolLimits",
     "Trajectory",
     "register_env",
+    "register_infra_error",
     "reward",
     "tool",
 ]

@@ -18,7 +18,8 @@
         ├── ToolFailure                    a tool's infrastructure failed (a tool that raises is an observation, not a failure)
         └── RewardFailure                  a reward raised, timed out or did not return a number
 
-A user's tool or environment raises `InfraError` for a failure of infrastructure, which the policy did not cause.
+A user's tool or environment raises `InfraError` for a failure of infrastructure, which the policy did not cause. Connection errors, timeouts and
+other kinds (core/infra_errors.py) count as such without it.
 """
 
 from __future__ import annotations
@@ -143,7 +144,23 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
             raise self.failure(f"{self.where} timed out", f"{self.where}: timeout") from error
         name = type(error).__name__
         file, line = place(error, _is_users)
-        raise self.failure(f"{self.where} raised {name}: {error} ({file}:{line})", f"{self.where}: {name}") from error
+        raise self.failure(f"{self.where} raised {describe(error)} ({file}:{line})", f"{self.where}: {name}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Return 'Type: message', or the type alone if its __str__ raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  user code: its __str__
+        return type(error).__name__
+
+
+def shown(value: object, max_chars: int = 60) -> str:
+    """Return the first characters of a value's repr; its type if its __repr__ raises."""
+    try:
+        return f"{value!r:.{max_chars}}"
+    except Exception:  # noqa: BLE001  user code: its __repr__
+        return f"a {type(value).__name__} whose repr raises"
 
 
 def place(error: BaseException, mine: Callable[[str], bool]) -> tuple[str, int]:

@@ -38,7 +38,8 @@ class ToolLimits:
     max_concurrency: int = 64
     """concurrent calls, over all episodes"""
     retries: int = 1
-    """further attempts after a failure of infrastructure (`InfraError`, connection errors); other exceptions are not retried"""
+    """further attempts after a failure of infrastructure (`InfraError`, connection errors, timeouts of clients, HTTP 5xx and other kinds, see
+    `register_infra_error`); other exceptions are not retried"""
     max_result_bytes: int = 32_768
     """longer results are truncated at a character boundary"""
     max_hung: int = 8
@@ -135,8 +136,10 @@ def tool(fn: Any = None, /, *, name: str | None = None, **limits: Any) -> Any:
 
     The function may be sync or async, and remains callable as before. What it returns becomes text: str unchanged, other values as JSON; an
     image, or a list of text and image parts, is passed to the model. An exception becomes an error message that the policy reads, except
-    `InfraError`, which is retried and then fails the episode. Several calls of one turn run one after the other, in the order in which the policy
-    wrote them, unless `parallel=True`.
+    `InfraError` and other failures of infrastructure (see `register_infra_error`), which are retried and then fail the episode.
+
+    Several calls of one turn run one after the other, in the order in which the policy wrote them, unless the tool is declared with
+    `parallel=True`.
 
     Args:
         fn: the function. Its type hints and its docstring (summary and Args section) make the schema.

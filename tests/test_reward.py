@@ -102,6 +102,7 @@ async def test_case_22_hanging_rewards_time_out_and_then_fail_at_once():
         gate.wait(60)
 
     scorer = Scorer([Reward(blocks, "r0", timeout_s=0.05)])
+    scorer.pool.patience_s = 0.05
     try:
         for _ in range(scorer.pool.max_abandoned):
             with pytest.raises(RewardFailure, match="timed out"):

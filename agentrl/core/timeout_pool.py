@@ -1,14 +1,15 @@
 """Calls of user code, sync or async, under a time limit and without blocking the event loop.
 
 Async functions run as tasks, sync functions in a bounded pool of threads. Neither can be forced to stop: a thread cannot be killed, and a
-coroutine may suppress its cancellation. A call that exceeds its time limit is abandoned and counted. Once `max_abandoned` calls hang, the
-pool refuses new work at once.
+coroutine may suppress its cancellation. A call that exceeds its time limit is abandoned and counted. While `max_abandoned` calls hang, new
+ones wait until one returns; if none does within `patience_s`, they are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,8 +17,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from agentrl.errors import InfraError
+from agentrl.errors import InfraError, describe
 
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""Default of `TimeoutPool.patience_s`."""
 CANCEL_GRACE_S = 1.0
 """Time that a cancelled coroutine has for its cleanup before it counts as hanging."""
 _PURE = "__agentrl_pure__"
@@ -46,17 +51,22 @@ class TimeoutPool:
     Args:
         name: of the threads, and in error messages.
         threads: sync calls at a time.
-        max_abandoned: hanging calls, before the pool refuses new ones.
+        max_abandoned: hanging calls, while which new ones wait.
+        patience_s: how long a call waits for one of them to return before it is refused, in seconds.
     """
 
-    def __init__(self, name: str, threads: int = 8, max_abandoned: int = 8) -> None:
+    def __init__(self, name: str, threads: int = 8, max_abandoned: int = 8, patience_s: float = PATIENCE_S) -> None:
         self.name = name
         self.max_abandoned = max_abandoned
+        self.patience_s = patience_s
         self.abandoned = 0
         """calls that timed out or were cancelled, and have not returned"""
         self._slots = asyncio.Semaphore(threads)
         self._work: SimpleQueue[_Call | None] = SimpleQueue()
         self._idle = 0
+        self._waiting: set[asyncio.Future[None]] = set()
+        """calls that wait for a hanging one to return"""
+        self._warned = False
         self._lock = threading.Lock()
 
     async def call(self, fn: Callable[..., Any], /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
@@ -64,16 +74,16 @@ class TimeoutPool:
 
         Raises:
             DeadlineError: it took longer; a TimeoutError.
-            PoolExhaustedError: `max_abandoned` calls already hang.
+            PoolExhaustedError: `max_abandoned` calls hang, and none of them returned within `patience_s`.
         """
         if getattr(fn, _PURE, False):
             return fn(*args, **kwargs)
         work = partial(fn, *args, **kwargs)
         if is_async(fn):
-            self._check()
+            await self._room()
             return await self._wait_for(work(), timeout_s)
         async with self._slots:
-            self._check()
+            await self._room()
             result = await self._in_thread(work, timeout_s)
         return await self._wait_for(result, timeout_s) if inspect.isawaitable(result) else result
 
@@ -84,11 +94,43 @@ class TimeoutPool:
                 self._work.put(None)
             self._idle = 0
 
-    def _check(self) -> None:
-        if self.abandoned >= self.max_abandoned:
-            raise PoolExhaustedError(
-                f"{self.name}: {self.abandoned} calls hang past their time limit; further calls are refused"
+    async def _room(self) -> None:
+        """Wait until fewer than `max_abandoned` calls hang."""
+        if self.abandoned < self.max_abandoned:
+            return
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: %d calls still run past their time limit; further calls wait until one returns, at most %g s",
+                self.name,
+                self.abandoned,
+                self.patience_s,
             )
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.patience_s
+        while True:
+            returned: asyncio.Future[None] = loop.create_future()
+            with self._lock:
+                if self.abandoned < self.max_abandoned:
+                    return
+                self._waiting.add(returned)
+            try:
+                await _settled(returned, max(0.0, end - loop.time()))
+            finally:
+                with self._lock:
+                    self._waiting.discard(returned)
+            if not returned.done():
+                raise PoolExhaustedError(
+                    f"{self.name}: {self.abandoned} calls hang past their time limit; a further call waited "
+                    f"{self.patience_s:g} s for one of them to return"
+                )
+
+    def _returned_one(self) -> None:
+        """An abandoned call has returned. The caller holds the lock."""
+        self.abandoned -= 1
+        for returned in self._waiting:
+            with suppress(RuntimeError):  # its event loop is closed
+                returned.get_loop().call_soon_threadsafe(_complete, returned)
 
     async def _wait_for(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
         """asyncio.wait_for, which also works if the coroutine suppresses its cancellation, cancels itself or calls sys.exit."""
@@ -102,7 +144,8 @@ class TimeoutPool:
                 task.cancel()
                 await _settled(task, CANCEL_GRACE_S)
                 if not task.done():
-                    self._count(1)
+                    with self._lock:
+                        self.abandoned += 1
                     task.add_done_callback(self._returned)
         if late:
             if task.done() and not task.cancelled():
@@ -113,13 +156,10 @@ class TimeoutPool:
         return task.result()
 
     def _returned(self, task: asyncio.Future[Any]) -> None:
-        self._count(-1)
+        with self._lock:
+            self._returned_one()
         if not task.cancelled():
             task.exception()
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self.abandoned += change
 
     async def _in_thread(self, work: Callable[[], Any], timeout_s: float | None) -> Any:
         call = _Call(work)
@@ -155,7 +195,7 @@ class TimeoutPool:
             with self._lock:
                 call.finished = True
                 if call.abandoned:
-                    self.abandoned -= 1
+                    self._returned_one()
                     return
                 self._idle += 1
             call.settle(outcome)
@@ -188,7 +228,12 @@ class _Call:
         except Exception as e:  # noqa: BLE001  raised in the awaiting task
             return None, e
         except BaseException as e:  # noqa: BLE001  sys.exit in user code must not end the run
-            return None, RuntimeError(f"{type(e).__name__}: {e}")
+            return None, RuntimeError(describe(e))
+
+
+def _complete(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _settled(
@@ -216,11 +261,13 @@ async def _settled(
 
 
 async def _contained(awaitable: Awaitable[Any], waiter: asyncio.Future[None]) -> Any:
-    """Await it, then complete `waiter`; sys.exit in user code must not end the run."""
+    """Await it, then complete `waiter`; sys.exit, or any other BaseException of user code, must not end the run."""
     try:
         return await awaitable
-    except SystemExit as e:
-        raise RuntimeError(f"SystemExit: {e}") from e
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):  # Ctrl-C stops the run
+        raise
+    except BaseException as e:
+        raise RuntimeError(describe(e)) from e
     finally:
         if not waiter.done():
             waiter.set_result(None)

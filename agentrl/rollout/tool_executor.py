@@ -1,7 +1,7 @@
 """Execution of tool calls: limits shared over episodes, retries, conversion and truncation of results, classification of failures.
 
 An exception raised by a tool always becomes an observation: otherwise a policy could erase its bad episodes. Only `InfraError` and the
-transport errors listed here are failures of infrastructure; they are retried and then fail the episode.
+kinds of error in core/infra_errors.py are failures of infrastructure; they are retried and then fail the episode.
 """
 
 from __future__ import annotations
@@ -19,23 +19,14 @@ from typing import Any
 import orjson
 from pydantic import BaseModel
 
+from agentrl.core.infra_errors import is_infra_error
 from agentrl.core.message_images import is_image, load_parts, parts_of
-from agentrl.core.timeout_pool import DeadlineError, TimeoutPool
-from agentrl.errors import ContractError, ToolFailure, suggest
+from agentrl.core.timeout_pool import DeadlineError, PoolExhaustedError, TimeoutPool
+from agentrl.errors import ContractError, ToolFailure, describe, suggest
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, ToolCall, ToolResult
 
 _MAX_THREADS = 32
-TRANSPORT_ERRORS = {
-    "agentrl.errors.InfraError",
-    "builtins.ConnectionError",
-    "httpx.NetworkError",
-    "httpx.RemoteProtocolError",
-    "aiohttp.client_exceptions.ClientConnectionError",
-    "requests.exceptions.ConnectionError",
-}
-"""classes of infrastructure failures (subclasses included), by name, so that no client library is imported"""
-
 SaveOutput = Callable[[str, bytes], None]
 
 
@@ -156,14 +147,14 @@ class ToolExecutor:
                 limiter.counts["timeouts"] += 1
                 return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
             except Exception as e:  # user code; see the module's docstring
-                if not is_transport_error(e):
+                if not is_infra_error(e):
                     limiter.counts["errors"] += 1
                     return await self._truncate(
-                        call, f"error: {_describe(e)}", spec.limits.max_result_bytes, is_error=True
+                        call, f"error: {describe(e)}", spec.limits.max_result_bytes, is_error=True
                     )
-                if attempt == spec.limits.retries:
+                if attempt == spec.limits.retries or isinstance(e, PoolExhaustedError):  # which has already waited
                     raise ToolFailure(
-                        f"tool {spec.name}: {_describe(e)}", f"tool {spec.name}: {type(e).__name__}"
+                        f"tool {spec.name}: {describe(e)}", f"tool {spec.name}: {type(e).__name__}"
                     ) from e
                 limiter.counts["retries"] += 1
             else:
@@ -201,19 +192,6 @@ async def _failure_as_value(call: Any) -> ToolResult | ToolFailure:
     except ToolFailure as e:
         return e
     return result
-
-
-def is_transport_error(error: Exception) -> bool:
-    """True for a failure of infrastructure that the policy did not cause."""
-    return any(f"{c.__module__}.{c.__qualname__}" in TRANSPORT_ERRORS for c in type(error).__mro__)
-
-
-def _describe(error: Exception) -> str:
-    """'Type: message', or the type alone if its __str__ fails."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  user code: its __str__
-        return type(error).__name__
 
 
 def _error(call: ToolCall, message: str) -> ToolResult:

@@ -112,7 +112,56 @@ async def test_an_abandoned_call_frees_its_slot_for_a_waiting_one(gate):
     assert pool.abandoned == 1
 
 
+@pytest.mark.parametrize("fn", [int, asyncio.sleep])
+async def test_a_full_pool_waits_until_a_hanging_call_returns(pool, gate, fn, caplog):
+    for _ in range(3):
+        with pytest.raises(DeadlineError):
+            await pool.call(gate, timeout_s=0.02)
+    waiting = [asyncio.create_task(pool.call(fn, 0)) for _ in range(6)]
+    await until(lambda: len(pool._waiting) >= 4)
+    assert not any(w.done() for w in waiting)
+    gate.open.set()
+    assert await asyncio.wait_for(asyncio.gather(*waiting), SOON_S) in ([0] * 6, [None] * 6)
+    assert [r.message for r in caplog.records] == [
+        "test: 3 calls still run past their time limit; further calls wait until one returns, at most 60 s"
+    ]
+    assert pool._waiting == set()
+
+
+async def test_a_coroutine_that_hung_and_returns_lets_waiting_calls_continue(monkeypatch):
+    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.01)
+    pool, end = TimeoutPool("test", max_abandoned=1), asyncio.Event()
+
+    async def stubborn():
+        while not end.is_set():
+            try:
+                await end.wait()
+            except asyncio.CancelledError:
+                continue
+
+    with pytest.raises(DeadlineError):
+        await pool.call(stubborn, timeout_s=0.02)
+    waiting = asyncio.create_task(pool.call(asyncio.sleep, 0))
+    await until(lambda: pool._waiting)
+    end.set()
+    await asyncio.wait_for(waiting, SOON_S)
+    assert pool.abandoned == 0
+
+
+async def test_a_call_that_is_cancelled_while_the_pool_is_full_waits_no_longer(gate):
+    pool = TimeoutPool("test", max_abandoned=1)
+    with pytest.raises(DeadlineError):
+        await pool.call(gate, timeout_s=0.02)
+    waiting = asyncio.create_task(pool.call(int, 0))
+    await until(lambda: pool._waiting)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert pool._waiting == set()
+
+
 async def test_hanging_calls_are_counted_and_the_pool_refuses_calls_above_the_limit(pool, gate):
+    pool.patience_s = 0.05
     for n in range(3):
         with pytest.raises(TimeoutError, match=r"took longer than 0.05 s"):
             await pool.call(gate, timeout_s=0.05)
@@ -280,3 +329,25 @@ def test_is_async():
     assert is_async(partial(Callable()))
     assert not is_async(print)
     assert not is_async(lambda: coroutine())
+
+
+class OddError(BaseException):
+    """Not an Exception."""
+
+
+class MuteError(BaseException):
+    def __str__(self):
+        raise ValueError("mute")
+
+
+@pytest.mark.parametrize("kind", [OddError, MuteError, GeneratorExit])
+async def test_a_base_exception_of_user_code_is_an_ordinary_error(pool, kind):
+    def fail():
+        raise kind
+
+    async def fail_async():
+        raise kind
+
+    for fn in (fail, fail_async) if kind is not GeneratorExit else (fail,):
+        with pytest.raises(RuntimeError, match=kind.__name__):
+            await pool.call(fn, timeout_s=5)

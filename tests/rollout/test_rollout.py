@@ -1,14 +1,15 @@
 """Many episodes: retries, groups, group rewards, the table of causes, and the seed rule at any concurrency."""
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import pytest
-from doubles import SAMPLED, FakeGenerator, groups_of, make_runner, trajectory
+from doubles import SAMPLED, FakeGenerator, call, groups_of, make_runner, trajectory
 
-from agentrl import Env, StepResult
+from agentrl import Env, StepResult, ToolEnv, tool
 from agentrl.engine.scripted import ScriptedEngine
 from agentrl.errors import ContractError, EngineAbort, EngineFailure, TooManyFailuresError
 from agentrl.reward import Reward, Scorer
@@ -434,3 +435,34 @@ async def test_finish_reasons_are_recorded(hermes):
     (group,), _ = await rollout(hermes, ["x"]).run(groups_of(1, 1))
     assert [turn.action.finish_reason for turn in group.trajectories[0].turns] == [FinishReason.STOP] * 2
     assert isinstance(rollout(hermes, ["x"]).runner.scorer, Scorer)
+
+
+class SlowOnce(ToolEnv):
+    """The first call of each episode takes longer than its limit."""
+
+    def __init__(self):
+        self.called = False
+
+    @tool(timeout_s=0.1)
+    def look(self) -> str:
+        """Look."""
+        if not self.called:
+            self.called = True
+            time.sleep(0.3)
+        return "seen"
+
+
+async def test_a_sync_tool_that_exceeds_its_limit_in_many_episodes_does_not_end_the_rollout(hermes):
+    engine = FakeGenerator(hermes, [call("look"), call("look"), "<answer>x</answer>"])
+    runner = make_runner(SlowOnce, engine, hermes)
+    try:
+        groups, table = await Rollout(runner, RolloutLimits(concurrency=16)).run(groups_of(4, 4))
+    finally:
+        runner.close()
+    episodes = [t for g in groups for t in g.trajectories]
+    assert (len(episodes), table.retried) == (16, 0)
+    for t in episodes:
+        assert [r.content for turn in t.turns for r in turn.action.results] == [
+            "error: look did not answer within 0.1 s",
+            "seen",
+        ]
