@@ -40,6 +40,8 @@ _CRITIC = "there is no critic; advantages come from groups, see --advantage-esti
 _EVAL_LIMITS = "evaluation has the limits of training; give --eval-temperature for its sampling"
 _ENV = "write an Env and give --env file.py:Class"
 _REWARD = "write a function with @reward and give --reward file.py:function"
+_LOSS = "the loss is chosen by --advantage-estimator, --use-kl-loss and --entropy-coef; functions of users are --env and --reward"
+_PROFILE = "profile the process from outside, for example with py-spy; leave it out"
 _RECORDED = "every episode is recorded in the run folder; `agentrl view RUN` shows them"
 _RESUME = "a checkpoint is always complete; to continue a run give --resume RUN"
 _REFERENCE = "the reference model is a frozen copy of --hf-checkpoint, kept with --use-kl-loss; leave it out"
@@ -140,8 +142,51 @@ REFUSED: dict[str, str] = {
     "flush-cache-interval": "the engine's cache is emptied after each weight sync; leave it out",
     "update-weight-mode": _SYNC,
     "update-weight-transport": _SYNC,
+    "qwen-gdn-backend": _MODEL,
+    "freeze-indexer": _MODEL,
     "use-rollout-routing-replay": _MODEL,
     "use-routing-replay": _MODEL,
+    "routing-replay-prefetch-microbatches": _MODEL,
+    "enable-mtp-training": _MODEL,
+    "force-fp8-ue8m0-scale": "weights are sent as they are trained; give --dtype",
+    "release-train": "give --colocate",
+    "allgather-cp": "rows are padded, not packed; give --tensor-model-parallel-size",
+    "data-pad-size-multiplier": _PACKED,
+    "rollout-sample-hook-path": _ENV,
+    "rollout-sample-filter-path": "give --truncated-episodes, or let the reward return None, which leaves the episode out",
+    "rollout-all-samples-process-path": _RECORDED,
+    "rollout-data-dir": _RECORDED,
+    "save-debug-train-data": _RECORDED,
+    "dump-details": _RECORDED,
+    "load-forge-rollout-data": "use `agentrl train --train-only RUN`",
+    "load-debug-rollout-data-subsample": "use `agentrl train --train-only RUN`",
+    "log-multi-turn": _RECORDED,
+    "log-correct-samples": _RECORDED,
+    "log-reward-category": "a reward that returns a dict is reported by its components; give --reward",
+    "rollout-io-concurrency": "episodes stay in one process; leave it out",
+    "rollout-session-id": "episodes stay in one process; leave it out",
+    "rollout-cleanup-timeout": "servers are always watched and replaced; leave it out",
+    "rollout-task-type": _ENV,
+    "rollout-buffer-url": "training is synchronous",
+    "fetch-trajectory-retry-times": "failed episodes are retried (--max-retries)",
+    "min-batch-collection-ratio": "failed episodes are retried (--max-retries); see --max-failure-share",
+    "loss-mask-type": "masks follow from what the policy sampled; leave it out",
+    "eval-tool-key": "tools belong to the environment; give --env",
+    "rm-url": _REWARD,
+    "use-score-centering": _LOSS,
+    "score-centering-top-k": _LOSS,
+    "use-opsm": _LOSS,
+    "disable-compute-advantages-and-returns": _LOSS,
+    "use-rollout-entropy": "give --entropy-coef",
+    "reset-optimizer-states": "the optimizer keeps its state over the run; leave it out",
+    "use-stateless-adam": "the optimizer keeps its state over the run; leave it out",
+    "megatron-config-path": "put Megatron's settings into [megatron] of --config",
+    "check-weight-update-equal": "weights are verified after each sync; leave it out",
+    "http-proxy": "set the environment variable HTTP_PROXY",
+    "use-distributed-post": "give --runner-processes",
+    "record-memory-history": _PROFILE,
+    "buffer-sort-by-staleness": "training is synchronous",
+    "disable-wandb-random-suffix": _METRICS,
     # models of Megatron-LM's scripts
     **dict.fromkeys(
         (
@@ -255,7 +300,17 @@ REFUSED_PREFIXES: dict[str, str] = {
     "mlflow-": _METRICS,
     "swanlab-": _METRICS,
     "tb-": _METRICS,
-    "custom-": _ENV,
+    "custom-eval-": _ENV,
+    "custom-rollout-": _ENV,
+    "custom-reward-": _REWARD,
+    "custom-": _LOSS,
+    "opd-": _LOSS,
+    "opsm-": _LOSS,
+    "use-opd": _LOSS,
+    "ci-": "the checks of a run are always on; leave it out",
+    "memory-snapshot-": _PROFILE,
+    "memory-recorder": _PROFILE,
+    "megatron-deepgemm-": _MODEL,
     "critic-": _CRITIC,
     "num-critic-": _CRITIC,
     "vllm-": _ENGINE,
@@ -268,14 +323,28 @@ REFUSED_PREFIXES: dict[str, str] = {
     "use-slime-router": "agentrl divides the requests over the engines; leave it out",
     "update-weight-delta-": _SYNC,
     "update-weight-local-": _SYNC,
+    "update-weight-disk-keep": _SYNC,
     "rollout-queue-": "training is synchronous",
     "rollout-storage-": "training is synchronous",
     "lora-": _ALL_WEIGHTS,
     "bnb-": _ALL_WEIGHTS,
-    "profile": "profile the process from outside, for example with py-spy; leave it out",
-    "use-pytorch-profiler": "profile the process from outside, for example with py-spy; leave it out",
+    "profile": _PROFILE,
+    "use-pytorch-profiler": _PROFILE,
 }
 """Beginnings of flags that are not accepted, and what to do instead."""
+
+OTHER_VALUES: dict[tuple[str, str], str] = {
+    ("kl_loss_type", "low_var_kl"): "give k3, the same estimator without its bounds",
+    **{("advantage_estimator", name): _CRITIC for name in ("ppo", "gae")},
+    **{
+        ("advantage_estimator", name): "give grpo, dr_grpo or rloo"
+        for name in ("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
+    },
+    **{("dtype", name): "give bfloat16" for name in ("bf16", "auto", "float16", "fp16", "half")},
+    **{("dtype", name): "give float32" for name in ("fp32", "float")},
+    **{("engine", name): "give sglang" for name in ("vllm", "hf")},
+}
+"""Values of other programs for settings of ours, and what to give instead."""
 
 
 def advice(name: str) -> str | None:

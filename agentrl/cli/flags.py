@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from agentrl.cli.flag_advice import OTHER_VALUES
 from agentrl.cli.foreign_flags import parse_value, read_megatron, split_sglang
 from agentrl.config import FIELDS, SECTIONS, Layer
 from agentrl.config.describe import choices, plain_type
@@ -116,6 +117,8 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
     for name in layer:
         if plain_type(setting(name).annotation) is dict:
             layer[name] = dict(_pair(name, item) for item in layer[name])
+        elif instead := OTHER_VALUES.get((name, str(layer[name]))):
+            raise ConfigError(f"{flag_names(name)[0]} {layer[name]} is not accepted: {instead}")
     sglang, rest = split_sglang(rest)
     if sglang:
         layer["sglang"] = sglang

@@ -45,7 +45,11 @@ ERRORS = {
     "train --rollout-temperature 0": (
         "train: --rollout-temperature must be above 0, found 0: greedy sampling has no distribution to learn from"
     ),
-    "train --advantage-estimator ppo": "train: --advantage-estimator must be one of grpo, dr_grpo, rloo, found 'ppo'",
+    "train --advantage-estimator ppo": (
+        "train: --advantage-estimator ppo is not accepted: there is no critic; advantages come from groups, see "
+        "--advantage-estimator"
+    ),
+    "train --advantage-estimator grop": "train: --advantage-estimator must be one of grpo, dr_grpo, rloo, found 'grop'",
     "train --tensorboard maybe": "train: unexpected 'maybe'; flags begin with --",
     "train extra": "train: unexpected 'extra'; flags begin with --",
     "train --env-arg topk": "train: --env-arg takes NAME=VALUE, found 'topk'",

@@ -5,11 +5,11 @@ import re
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
-from agentrl.cli.flag_advice import REFUSED, REFUSED_PREFIXES, SAME, advice, verl_advice
+from agentrl.cli.flag_advice import OTHER_VALUES, REFUSED, REFUSED_PREFIXES, SAME, advice, verl_advice
 from agentrl.cli.flags import flag_names, read_flags
 from agentrl.cli.foreign_flags import own_names
 from agentrl.cli.main import main, make_parser
-from agentrl.config import FIELDS
+from agentrl.config import FIELDS, build_config
 from agentrl.errors import ConfigError
 from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settable
 
@@ -38,6 +38,21 @@ wandb-team use-tensorboard attention-dropout hidden-dropout accumulate-allreduce
 attention-backend train-backend update-weight-buffer-size rollout-external-engine-addrs swiglu num-layers hidden-size ffn-hidden-size
 num-attention-heads group-query-attention num-query-groups use-rotary-position-embeddings disable-bias-linear normalization norm-epsilon
 rotary-base vocab-size kv-channels qk-layernorm add-qkv-bias untie-embeddings-and-output-weights max-position-embeddings rotary-percent
+offload-train offload-rollout distributed-backend distributed-timeout-minutes train-env-vars update-weight-mode update-weight-transport
+update-weight-disk-dir update-weight-disk-keep-files update-weight-delta-encoding custom-model-provider-path recompute-loss-function
+log-probs-chunk-size only-train-params-name-list freeze-params-name-list model-name flush-cache-interval rollout-skip-special-tokens
+mask-offpolicy-in-partial-rollout custom-rollout-log-function-path custom-eval-rollout-log-function-path buffer-filter-path
+rollout-data-postprocess-path rollout-data-transport data-source-path multimodal-keys start-rollout-id balance-by-flops
+eval-function-path skip-eval-before-train eval-input-key eval-label-key eval-tool-key eval-max-prompt-len eval-min-new-tokens
+eval-max-context-len ref-ckpt-step async-save no-save-optim save-hf num-critic-only-steps megatron-config-path custom-advantage-function-path
+use-unbiased-kl ref-update-interval use-rollout-entropy get-mismatch-metrics reset-optimizer-states custom-tis-function-path
+use-routing-replay use-opsm opsm-delta use-opd opd-type opd-kl-coef opd-teacher-load wandb-mode wandb-dir wandb-host wandb-run-id
+disable-wandb-random-suffix log-multi-turn log-passrate log-reward-category log-correct-samples tb-project-name tb-experiment-name
+save-debug-train-data dump-details memory-snapshot-dir memory-recorder record-memory-history check-weight-update-equal http-proxy
+use-distributed-post rm-url custom-reward-post-process-path custom-convert-samples-to-train-data-path rollout-buffer-url
+fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type loss-mask-type data-pad-size-multiplier
+rollout-sample-filter-path rollout-all-samples-process-path custom-megatron-init-path mtp-num-layers mtp-loss-scaling-factor
+enable-mtp-training ci-test custom-config-path padded-vocab-size
 """.split()
 """Flags of slime and of its scripts."""
 
@@ -93,6 +108,18 @@ def test_advice_never_names_a_flag_that_is_itself_refused(text):
         assert advice(name) is None, name
     for command in re.findall(r"`agentrl ([a-z]+)", text):
         assert command in COMMANDS, command
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES, ids="-".join)
+def test_values_of_other_programs_are_refused_with_the_value_to_give(key):
+    name, value = key
+    with pytest.raises(ConfigError, match=f"^--.* {value} is not accepted: {OTHER_VALUES[key]}"):
+        read(f"--{name}", value)
+    with pytest.raises(ConfigError, match="must be one of"):
+        build_config({name: value})
+    given = re.findall(r"give (\w+)", OTHER_VALUES[key])
+    for v in given:
+        build_config({name: v})
 
 
 def test_the_tables_do_not_refuse_what_is_accepted():
