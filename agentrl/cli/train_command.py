@@ -43,7 +43,7 @@ def run_train(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _resumed(args: argparse.Namespace, rest: list[str]) -> Config:
     """The run's own settings, with the few that may change."""
-    from agentrl.store.run_folder import require_run
+    from agentrl.store.checkpoints import require_run
 
     for flag in ("config", "train_only"):
         if getattr(args, flag):

@@ -1,7 +1,8 @@
-"""Files and folders that appear complete or not at all: they are written under a temporary name, then renamed."""
+"""Files and folders that appear complete or not at all: they are written under a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -16,6 +17,8 @@ from agentrl.errors import StoreError
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`. It is synced to disk and renamed to `path` at the end, or removed if the block raises.
 
+    The order survives a power loss: contents, folders, rename, parent folder.
+
     Raises:
         StoreError: `path` already exists.
     """
@@ -26,14 +29,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         yield folder
+        sync_tree(folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as f:
-                os.fsync(f.fileno())
     folder.rename(path)
+    sync(path.parent)
 
 
 @contextmanager
@@ -49,3 +50,23 @@ def new_file(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Sync a file's contents, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync everything in a folder to disk: files first, then the folders, innermost first."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -43,6 +43,17 @@ def exit_now() -> NoReturn:
     os._exit(0)
 
 
+def process_exists(pid: int) -> bool:
+    """Whether there is a process with this id, whoever owns it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def session_members(session: int) -> list[int]:
     """Return the processes of a session, except zombies."""
     members = []

@@ -17,7 +17,8 @@ from agentrl.run.metrics import StageReport, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.run.run_log import Echo, RunLog
 from agentrl.store import Recording
-from agentrl.store.run_folder import RunFolder, last_checkpoint
+from agentrl.store.checkpoints import last_checkpoint
+from agentrl.store.run_folder import RunFolder
 from agentrl.types import Group
 
 NOT_TRAINED = StageReport({"train/rows": 0})
@@ -83,11 +84,13 @@ class EpisodeRun:
         """state of the checkpoint; empty without one"""
         self.dropped_episodes: int | None = None
         """number of recorded episodes that a resumed run without a checkpoint drops; None: not such a run"""
+        self.damaged: tuple[str, ...] = ()
+        """what is wrong with each checkpoint after the one that the run resumes from"""
         if resume is None:
-            self.folder = RunFolder.create(config, __version__)
+            self.folder = RunFolder.create(config, __version__, resumable=components.trains and plays == "training")
         else:
             self._restore(resume)
-            self.folder = RunFolder.reopen(resume, config, __version__, self.state)
+            self.folder = RunFolder.reopen(resume, config, __version__, self.state, self.checkpoint)
         self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.log = RunLog(self.folder.path, config.run.log_level, echo)
         self.engine = components.engine(self.folder.path)
@@ -101,9 +104,9 @@ class EpisodeRun:
 
     def _restore(self, path: Path) -> None:
         """Take over the state of the last checkpoint; without one the run starts from the beginning."""
-        self.checkpoint, self.state = last_checkpoint(path, self.config)
+        self.checkpoint, self.state, self.damaged = last_checkpoint(path, self.config)
         if self.checkpoint is None:
-            self.dropped_episodes = len(Recording(path).episodes)
+            self.dropped_episodes = len(Recording(path).episodes) if (path / "episodes").is_dir() else 0
             return
         self.policy_version = self.state["policy_version"]
         self.source.load_state_dict(self.state["source"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from agentrl.train.schedule import rollout_learning_rate
 from agentrl.train.step_record import step_record
 from agentrl.train.steps import loss_config, step_rows, with_log_probs
 from agentrl.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 async def train(config: Config, *, resume: Path | None = None, echo: Echo = print) -> Path:
@@ -89,7 +92,8 @@ class TrainingRun(EpisodeRun):
             f"{len(self.source.tasks)} tasks, "
             f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
         )
-        (self.folder.path / "checkpoints").mkdir(exist_ok=True)  # from now on the run can be resumed
+        for damage in self.damaged:
+            logger.warning("a damaged checkpoint is not used and kept as checkpoints/*.damaged: %s", damage)
         await asyncio.gather(self.start_trainer(), self.engine.start())
         if self.checkpoint is not None:
             await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from pathlib import Path
 
 import zstandard
 
-from agentrl.core.atomic_write import new_file
+from agentrl.core.atomic_write import new_file, sync
 from agentrl.core.message_images import Image, image_parts
 from agentrl.errors import StoreError
 from agentrl.types import Trajectory
@@ -66,6 +66,19 @@ def images_of(trajectory: Trajectory) -> Iterator[Image]:
     messages += ({"content": r.parts} for turn in turns for r in turn.action.results if r.parts)
     yield from (placed.image for segment in trajectory.segments for placed in segment.images)
     yield from (p["image"] for p in image_parts(messages) if isinstance(p.get("image"), Image))
+
+
+def sync_blobs(folders: Iterable[Path], synced: Set[Path]) -> set[Path]:
+    """Sync the files of folders to disk except those in `synced`; return the files that were synced."""
+    new: set[Path] = set()
+    for folder in folders:
+        files = set(folder.glob("[!.]*")) - synced
+        for file in files:
+            sync(file)
+        if files:
+            sync(folder)
+        new |= files
+    return new
 
 
 def _write_once(path: Path, content: bytes) -> None:

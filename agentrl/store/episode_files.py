@@ -13,8 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import zstandard
 
+from agentrl.core.atomic_write import sync
 from agentrl.errors import StoreError
-from agentrl.store.blobs import ImageFolder, Outputs, images_of
+from agentrl.store.blobs import ImageFolder, Outputs, images_of, sync_blobs
 from agentrl.store.episode_index import index_entry, read_entries, write_entry
 from agentrl.store.episode_record import VERSION, decode, encode, from_record, is_episode, to_record
 from agentrl.store.file_lock import try_lock
@@ -37,6 +38,7 @@ class EpisodeWriter:
         self.outputs = Outputs(outputs_folder(folder))
         """complete tool outputs, written with --keep-whole-outputs"""
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
+        self._blobs_synced: set[Path] = set()
         files = data_files(folder)
         # Always a new file: a crash may have truncated the last frame of the previous one, and nothing after it could be read.
         self._number = number_of(files[-1]) + bool(files[-1].stat().st_size) if files else 0
@@ -67,7 +69,14 @@ class EpisodeWriter:
         """Return the file number and its size in bytes; `truncate` restores them."""
         return self._number, self._offset
 
+    def sync(self) -> None:
+        """Sync the records, and the images and tool outputs that they refer to, to disk."""
+        self._blobs_synced |= sync_blobs((self._images.folder, self.outputs.folder), self._blobs_synced)
+        os.fsync(self._file.fileno())
+        sync(self.folder)
+
     def close(self) -> None:
+        """Sync the last file to disk and close it."""
         os.fsync(self._file.fileno())
         self._file.close()
         self._index.close()

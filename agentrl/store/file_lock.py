@@ -1,10 +1,19 @@
-"""Locks that mark a file as being written. A lock ends with the process that holds it, however the process ends."""
+"""Locks that mark a file as being written. A lock ends with the process that took it, however the process ends.
+
+A lock belongs to an open file, which a forked child shares with its parent. So that a child of user code cannot keep the lock of a run that
+was killed, each forked child gives up its copies: its descriptors of locked files point to /dev/null.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import os
+import weakref
 from pathlib import Path
 from typing import BinaryIO
+
+_locked: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+"""open files whose lock this process holds"""
 
 
 def try_lock(file: BinaryIO) -> bool:
@@ -13,6 +22,7 @@ def try_lock(file: BinaryIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         return not isinstance(e, BlockingIOError)
+    _locked.add(file)
     return True
 
 
@@ -24,3 +34,17 @@ def is_locked(path: Path) -> bool:
         except OSError as e:
             return isinstance(e, BlockingIOError)
     return False
+
+
+def _give_up_locks() -> None:
+    """Called in a forked child. Only the parent writes; closing the descriptors instead would free their numbers for other files."""
+    held = [file for file in _locked if not file.closed]
+    if held:
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in held:
+            os.dup2(null, file.fileno(), inheritable=False)
+        os.close(null)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_give_up_locks)

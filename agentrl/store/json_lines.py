@@ -14,9 +14,19 @@ from agentrl.store.file_lock import try_lock
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the rows of a file without a half-written last line; [] if there is no file."""
+    """Return the rows of a file without a half-written last line; [] if there is no file.
+
+    Raises:
+        StoreError: a line is not JSON.
+    """
     raw = path.read_bytes() if path.exists() else b""
-    return [orjson.loads(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+    rows = []
+    for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
+        try:
+            rows.append(orjson.loads(line))
+        except ValueError as e:
+            raise StoreError(f"{path}: line {number} is not JSON: {e}; restore the file or delete that line") from e
+    return rows
 
 
 class JsonLines:
@@ -40,9 +50,22 @@ class JsonLines:
 
     def position(self) -> int:
         """Return the size of the file in bytes."""
-        return self._file.tell()
+        return self._file.seek(0, os.SEEK_END)
+
+    def sync(self) -> None:
+        """Sync the file to disk."""
+        os.fsync(self._file.fileno())
 
     def truncate(self, size: int) -> None:
+        """Remove what follows byte `size`.
+
+        Raises:
+            StoreError: the file is shorter; it would be padded with NUL bytes.
+        """
+        if size > self.position():
+            raise StoreError(
+                f"{self.path} has {self.position()} bytes, expected at least {size}; restore it from a backup"
+            )
         self._file.truncate(size)
         self._file.seek(0, os.SEEK_END)
 

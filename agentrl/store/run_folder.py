@@ -6,7 +6,7 @@
     run.log          messages and warnings with time and level; a resumed run appends to it
     tensorboard/     the same numbers as events
     episodes/        every episode (see episode_files.py)
-    checkpoints/     NNNNNN/ with trainer/ (weights, optimizer, random state) and state.json; only a run of `agentrl train` has it
+    checkpoints/     see checkpoints.py; only a run of `agentrl train` has it
     hf/              the final weights as a Hugging Face folder
     curve.png, summary.json
 
@@ -23,13 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agentrl.config import Config, RunSettings
-from agentrl.core.atomic_write import new_file, new_folder
+from agentrl.core.atomic_write import new_file, new_folder, sync
+from agentrl.core.child_process import process_exists
 from agentrl.core.name_syntax import split_object
-from agentrl.errors import ConfigError, StoreError
-from agentrl.store.episode_files import EpisodeWriter, truncate
+from agentrl.errors import ConfigError
+from agentrl.store.checkpoints import can_resume, remove_old, set_aside_after, write_checkpoint
+from agentrl.store.episode_files import EpisodeWriter, data_files, truncate
+from agentrl.store.file_lock import is_locked
 from agentrl.store.json_lines import JsonLines
 
 
@@ -48,28 +49,38 @@ class RunFolder:
         self.episodes = EpisodeWriter(path / "episodes")
 
     @classmethod
-    def create(cls, config: Config, version: str) -> RunFolder:
-        """Create a folder. `version` is that of agentrl.
+    def create(cls, config: Config, version: str, *, resumable: bool = False) -> RunFolder:
+        """Create a folder. `version` is that of agentrl; `resumable`: it is a training run, which `--resume` continues.
+
+        The folder appears with its config.toml, so a run that is killed at any moment of its start can be resumed or started again. A folder
+        in which a run ended before it recorded anything is replaced.
 
         Raises:
             ConfigError: the folder exists (nothing is overwritten), or cannot be created.
         """
         path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.label)
         try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            resume = f", or resume the run: agentrl train --resume {path}" if _can_resume(path) else ""
-            raise ConfigError(f"the run folder {path} already exists; choose another with --run{resume}") from None
+            _remove_incomplete(path)
+            if path.is_dir() and _not_begun(path):
+                shutil.rmtree(path)
+            if path.exists():
+                resume = f", or resume the run: agentrl train --resume {path}" if can_resume(path) else ""
+                raise ConfigError(f"the run folder {path} already exists; choose another with --run{resume}")
+            with new_folder(path) as folder:
+                if resumable:
+                    (folder / "checkpoints").mkdir()
+                _write_config(folder, config, version)
         except OSError as e:
             raise ConfigError(
                 f"the run folder {path} cannot be created: {e.strerror}; choose another with --run"
             ) from e
-        _write_config(path, config, version)
         return cls(path, config, {})
 
     @classmethod
-    def reopen(cls, path: Path, config: Config, version: str, state: Mapping[str, Any]) -> RunFolder:
-        """Resume a run from the state of its last checkpoint. Everything written after the checkpoint is removed.
+    def reopen(
+        cls, path: Path, config: Config, version: str, state: Mapping[str, Any], checkpoint: Path | None = None
+    ) -> RunFolder:
+        """Resume a run from the state of a checkpoint. Everything written after the checkpoint is removed.
 
         `config.toml` is rewritten: it holds the settings and the version of agentrl that the run continues with.
 
@@ -77,26 +88,22 @@ class RunFolder:
             StoreError: the run is still active.
         """
         folder = cls(path, config, state)
-        for incomplete in (path / "checkpoints").glob(".*"):
-            shutil.rmtree(incomplete)
+        set_aside_after(path, checkpoint)
         _write_config(path, config, version)
         return folder
 
     def save(self, step: int, state: Mapping[str, Any], save_trainer: Callable[[Path], Any]) -> Path:
         """Write a checkpoint. It appears complete or not at all, so a crash leaves the previous one."""
-        checkpoint = self.path / "checkpoints" / f"{step:06d}"
-        with new_folder(checkpoint) as temporary:
-            save_trainer(temporary / "trainer")
-            positions = {
-                "metrics_bytes": self.metrics.position(),
-                "timings_bytes": self.timings.position(),
-                "episodes_position": self.episodes.position(),
-            }
-            (temporary / "state.json").write_bytes(orjson.dumps({**state, **positions}, option=orjson.OPT_INDENT_2))
-        keep = self.config.run.keep_checkpoints
-        if keep:
-            for old in checkpoints(self.path)[:-keep]:
-                shutil.rmtree(old)
+        for part in (self.metrics, self.timings, self.episodes):
+            part.sync()
+        sync(self.path)
+        positions = {
+            "metrics_bytes": self.metrics.position(),
+            "timings_bytes": self.timings.position(),
+            "episodes_position": self.episodes.position(),
+        }
+        checkpoint = write_checkpoint(self.path, step, state, positions, save_trainer)
+        remove_old(self.path, self.config.run.keep_checkpoints)
         return checkpoint
 
     def export(self, write: Callable[[Path], Any]) -> None:
@@ -121,6 +128,34 @@ def _write_config(path: Path, config: Config, version: str) -> None:
         file.write_text(f"# agentrl {version}\n{config.to_toml()}", encoding="utf-8")
 
 
+_WRITTEN_AT_START = {
+    "config.toml", "metrics.jsonl", "timings.jsonl", "run.log", "tensorboard", "episodes", "checkpoints", "trainer"
+}  # fmt: skip
+"""What a run writes before its first episode."""
+
+
+def _not_begun(path: Path) -> bool:
+    """Whether a folder is what a run leaves that ended before it recorded anything; not if the run is still active."""
+    names = {p.name for p in path.iterdir()}
+    metrics = path / "metrics.jsonl"
+    if not names <= _WRITTEN_AT_START or (names and "config.toml" not in names):
+        return False
+    if metrics.exists() and (metrics.stat().st_size or is_locked(metrics)):
+        return False
+    if any(file.stat().st_size for file in data_files(path / "episodes")):
+        return False
+    return not (path / "checkpoints").exists() or not any((path / "checkpoints").glob("[!.]*"))
+
+
+def _remove_incomplete(path: Path) -> None:
+    """Remove what processes that were killed while they created `path` left beside it."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.tmp")
+    for other in path.parent.iterdir() if path.parent.is_dir() else ():
+        match = pattern.fullmatch(other.name)
+        if match and not process_exists(int(match[1])):
+            shutil.rmtree(other, ignore_errors=True)
+
+
 def settings_fingerprint(config: Config) -> str:
     """Return a hash of the settings that affect results, with absolute file paths. It is stored with every episode.
 
@@ -132,48 +167,6 @@ def settings_fingerprint(config: Config) -> str:
         rollout=replace(config.rollout, num_rollout=1, runner_processes=1),
     ).to_toml()
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def checkpoints(path: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    return sorted(
-        p for p in (path / "checkpoints").glob("*") if re.fullmatch(r"\d{6}", p.name) and (p / "state.json").exists()
-    )
-
-
-def last_checkpoint(path: Path, config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint to resume a run from and its state; (None, {}) if the run has not written one.
-
-    Raises:
-        StoreError: the folder does not hold a training run.
-        ConfigError: the run cannot be resumed, or not with these settings.
-    """
-    last, state = _last(path)
-    if last is None:
-        return None, {}
-    if state.get("recorded"):
-        raise ConfigError(f"{path} was made by --train-only and has no rollouts to resume; start a new run")
-    if config.rollout.num_rollout < state["step"]:
-        raise ConfigError(
-            f"{path} has completed {state['step']} rollouts, more than --num-rollout {config.rollout.num_rollout}; "
-            f"set --num-rollout to at least {state['step']}"
-        )
-    return last, state
-
-
-def _last(path: Path) -> tuple[Path | None, dict[str, Any]]:
-    complete = checkpoints(require_run(path))
-    return (complete[-1], orjson.loads((complete[-1] / "state.json").read_bytes())) if complete else (None, {})
-
-
-def _can_resume(path: Path) -> bool:
-    try:
-        return not _last(path)[1].get("recorded")
-    except (StoreError, ValueError):  # not a training run, or a damaged one
-        return False
 
 
 def next_free(parent: Path, name: str) -> Path:
@@ -191,18 +184,3 @@ def recorded_config(recorded: Path) -> Path | None:
     """Return the config.toml of the run that a run folder, a folder of episodes or a file of them belongs to; None: there is none."""
     folders = (recorded, recorded.parent, recorded.parent.parent)
     return next((folder / "config.toml" for folder in folders if (folder / "config.toml").exists()), None)
-
-
-def require_run(path: Path) -> Path:
-    """Return a folder if it holds a training run.
-
-    Raises:
-        StoreError: it does not.
-    """
-    if not (path / "config.toml").exists():
-        raise StoreError(f"{path} is not a run folder: it has no config.toml")
-    if not (path / "checkpoints").exists():
-        raise StoreError(
-            f"{path} is a run that cannot be resumed: it has no checkpoints/, which only `agentrl train` writes; start a new run"
-        )
-    return path

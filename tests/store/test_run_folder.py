@@ -13,7 +13,8 @@ from agentrl.cli.main import main
 from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store import Recording
-from agentrl.store.run_folder import RunFolder, last_checkpoint
+from agentrl.store.checkpoints import last_checkpoint
+from agentrl.store.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_an_active_run_is_not_resumed(config, capsys):
     assert main(["train", "--resume", str(folder.path)]) == 2
     assert written(folder) == before
     folder.close()
-    assert last_checkpoint(folder.path, config) == (None, {})
+    assert last_checkpoint(folder.path, config) == (None, {}, ())
     again = RunFolder.reopen(folder.path, config, __version__, {})
     assert again.metrics.rows() == []
     again.close()
@@ -54,7 +55,7 @@ def test_a_resumed_run_is_truncated_to_its_checkpoint(config):
     folder.save(1, {"step": 1}, lambda path: path.mkdir())
     folder.metrics.write({"step": 1, "lost": True})
     folder.close()
-    last, state = last_checkpoint(folder.path, config)
+    last, state, _ = last_checkpoint(folder.path, config)
     assert (last.name, state["step"]) == ("000001", 1)
     again = RunFolder.reopen(folder.path, config, __version__, state)
     again.metrics.write({"step": 1})
@@ -85,12 +86,108 @@ def test_the_folder_of_a_killed_run_is_free(config):
 
 
 def test_nothing_is_overwritten(config):
-    RunFolder.create(config, __version__).close()
+    folder = RunFolder.create(config, __version__)
+    folder.metrics.write({"step": 0})
+    folder.close()
     with pytest.raises(ConfigError, match=r"already exists; choose another with --run$"):
         RunFolder.create(config, __version__)
     (Path(config.run.run) / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=r"already exists; .* or resume the run: agentrl train --resume"):
         RunFolder.create(config, __version__)
+
+
+def test_a_folder_that_is_not_of_a_run_is_not_replaced(config):
+    path = Path(config.run.run)
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="already exists"):
+        RunFolder.create(config, __version__)
+    (path / "config.toml").touch()
+    with pytest.raises(ConfigError, match="already exists"):
+        RunFolder.create(config, __version__)
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_an_active_run_is_not_replaced(config):
+    folder = RunFolder.create(config, __version__, resumable=True)
+    with pytest.raises(ConfigError, match="already exists"):
+        RunFolder.create(config, __version__)
+    folder.close()
+
+
+KILL_AT_START = """
+import os, signal, sys
+from pathlib import Path
+from agentrl import __version__
+from agentrl.config import build_config
+from agentrl.store.run_folder import RunFolder
+
+calls = int(sys.argv[2])
+
+def dying(name, args):
+    global calls
+    if name in ("open", "os.mkdir", "os.rename", "os.remove") and sys.argv[1] in str(args):
+        calls -= 1
+        if calls < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = build_config({"run": sys.argv[1] + "/run", "hf_checkpoint": sys.argv[1], "tensorboard": False})
+sys.addaudithook(dying)
+RunFolder.create(config, __version__, resumable=True)
+"""
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3, 4, 5, 6, 7, 9])
+def test_a_run_killed_while_it_starts_can_be_resumed_or_started_again(config, tmp_path, calls):
+    done = subprocess.run([sys.executable, "-c", KILL_AT_START, str(tmp_path), str(calls)], timeout=60)
+    assert done.returncode == -9
+    path = tmp_path / "run"
+    if path.exists():
+        again = RunFolder.reopen(path, config, __version__, last_checkpoint(path, config).state)
+        again.close()
+    again = RunFolder.create(config, __version__, resumable=True)
+    assert again.metrics.rows() == []
+    again.close()
+    assert [p.name for p in tmp_path.glob("*")] == ["run"]
+
+
+def test_a_run_with_episodes_is_not_replaced(config):
+    folder = RunFolder.create(config, __version__, resumable=True)
+    folder.episodes.write(trajectory(), split="train")
+    folder.close()
+    with pytest.raises(ConfigError, match=r"already exists; .* or resume the run: agentrl train --resume"):
+        RunFolder.create(config, __version__)
+    assert len(Recording(folder.path).episodes) == 1
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from agentrl.store.json_lines import JsonLines
+lines = JsonLines(Path(sys.argv[1]))
+lines.write({"step": 0})
+if os.fork() == 0:
+    lines.write({"child": 1})
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_child_of_a_killed_run_does_not_keep_its_lock(config):
+    folder = begun(config)
+    folder.close()
+    command = [sys.executable, "-c", FORKS, str(folder.path / "metrics.jsonl")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "forked\n"
+        with pytest.raises(StoreError, match="still active"):
+            RunFolder.reopen(folder.path, config, __version__, {})
+        run.kill()
+        run.wait()
+        again = RunFolder.reopen(folder.path, config, __version__, {"metrics_bytes": 11})
+        assert again.metrics.rows() == [{"step": 0}], "the child's row did not reach the file"
+        again.close()
 
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
@@ -135,4 +232,4 @@ def test_a_finished_run_may_be_resumed_with_its_own_num_rollout(config):
     folder.save(3, {"step": 3}, lambda path: path.mkdir())
     folder.close()
     same = replace(config, rollout=replace(config.rollout, num_rollout=3))
-    assert last_checkpoint(folder.path, same)[1]["step"] == 3
+    assert last_checkpoint(folder.path, same).state["step"] == 3
