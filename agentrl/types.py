@@ -327,7 +327,7 @@ class Turn:
     state_key: str | None = None
     matched_stop: str | int | None = None
     context_crc: int = 0
-    """CRC-32 of the ids sent to the engine, as little-endian int32; compared with the segment to verify exactness"""
+    """CRC-32 of the ids that left for the engine, as little-endian int32; compared with the segment to verify exactness"""
     observation_cut_tokens: int = 0
     """tokens of the observation that did not fit into the context"""
     seed: int = 0

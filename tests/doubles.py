@@ -8,11 +8,12 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from agentrl.core.sequences import ids_checksum
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest
 from agentrl.env import Env
@@ -101,7 +102,7 @@ class FakeGenerator:
         if isinstance(reply, Exception):
             raise reply
         if isinstance(reply, Generation):
-            return reply
+            return replace(reply, context_crc=ids_checksum(request.ids))
         end: list[int] = []
         if isinstance(reply, str):
             end = [] if reply.endswith(tuple(request.sampling.stop) or ("\0",)) else [self.renderer.end_id]
@@ -109,7 +110,9 @@ class FakeGenerator:
         whole = (*reply, *end)
         kept = whole[: request.sampling.max_new_tokens]
         reason = FinishReason.STOP if len(kept) == len(whole) else FinishReason.LENGTH
-        return Generation(kept, tuple(log_prob(t, i) for i, t in enumerate(kept)), reason, policy_version=self.version)
+        log_probs = tuple(log_prob(t, i) for i, t in enumerate(kept))
+        crc = ids_checksum(request.ids)
+        return Generation(kept, log_probs, reason, policy_version=self.version, context_crc=crc)
 
     async def release(self, session: str) -> None:
         self.released.append(session)

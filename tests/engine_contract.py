@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import Engine, SamplingParams, WeightsManifest
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.types import FinishReason
@@ -46,6 +47,10 @@ class EngineContract:
         assert g.policy_version == 0
         assert all(isinstance(i, int) for i in g.ids)
         assert all(math.isfinite(p) and p <= 0 for p in g.log_probs)
+
+    async def test_the_context_that_was_sent_is_summed(self, engine, context):
+        for ids in (context, [*context, *context[:2]]):
+            assert (await engine.generate(ids, params(2), session="a")).context_crc == ids_checksum(ids)
 
     async def test_one_token(self, engine, context):
         assert len((await engine.generate(context, params(1), session="a")).ids) == 1

@@ -50,6 +50,9 @@ class Generation:
     """context tokens that the prefix cache had"""
     demonstration: bool = False
     """an expert wrote the ids (scripted engine); log_probs are meaningless"""
+    context_crc: int | None = None
+    """checksum (`agentrl.core.sequences.ids_checksum`) of the context ids that were sampled from, computed where they leave for the engine;
+    None: a recorded generation, of which nothing was sent"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.core.sequences import first_difference
+from agentrl.core.sequences import first_difference, ids_checksum
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode, StopFinder, uniform
 from agentrl.errors import ConfigError, EngineAbort, EngineFailure, boundary
@@ -221,6 +221,7 @@ class ScriptedEngine:
             policy_version=self.policy_version,
             cached_tokens=self._cached_tokens(request, ids),
             demonstration=self._demonstration,
+            context_crc=ids_checksum(request.ids),
         )
 
     def _cached_tokens(self, request: ScriptedRequest, ids: list[int]) -> int:

@@ -230,7 +230,7 @@ class Episode:
         """Sample one generation, record it exactly and parse the action: the next turn begins."""
         self.end_turn()
         runner, index = self.runner, len(self.turns)
-        length, crc, context = self.recorder.length(), self.recorder.crc(), self.recorder.context()
+        length, context = self.recorder.length(), self.recorder.context()
         seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
         sampling = self.sampling(room, seed)
         started = time.perf_counter()
@@ -239,6 +239,7 @@ class Episode:
                 context, sampling, session=self.spec.episode_id, images=self.recorder.images()
             )
         elapsed = time.perf_counter() - started
+        crc = self.recorder.crc() if generation.context_crc is None else generation.context_crc
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine aborted the generation", "engine abort")
         if len(generation.ids) > room:

@@ -6,11 +6,10 @@ whose deltas cannot be proven), a new segment opens. Sampled ids are appended on
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Iterable, Sequence
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
 from agentrl.types import Provenance, Segment, Span
@@ -91,7 +90,7 @@ class Recorder:
         return len(self._segments[self._current[agent_id]].ids)
 
     def crc(self, agent_id: str = "policy") -> int:
-        """CRC-32 of `context` (as little-endian int32), computed incrementally."""
+        """The checksum of `context`, computed incrementally."""
         return self._segments[self._current[agent_id]].checksum()
 
     def last_span(self, agent_id: str = "policy") -> Span:
@@ -156,6 +155,6 @@ class _OpenSegment:
             self.ids.extend(span.ids)
 
     def checksum(self) -> int:
-        self._crc = zlib.crc32(array("i", self.ids[self._summed :]).tobytes(), self._crc)
+        self._crc = ids_checksum(self.ids[self._summed :], self._crc)
         self._summed = len(self.ids)
         return self._crc

@@ -6,8 +6,6 @@ Version 1 held episodes only. Version 2 adds `kind` ('episode' or 'step') and a 
 from __future__ import annotations
 
 import json
-import zlib
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -17,6 +15,7 @@ from typing import Any
 import orjson
 
 from agentrl.core.message_images import Image, PlacedImage, is_image
+from agentrl.core.sequences import ids_checksum
 from agentrl.errors import StoreError
 from agentrl.types import (
     Action,
@@ -260,12 +259,11 @@ def token_columns(segment: Mapping[str, Any], trained: Iterable[str] = ("SAMPLED
 
 
 def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
-    """Count the turns whose recorded context tokens do not have the checksum of the tokens that the engine was sent."""
+    """Count the turns whose recorded context tokens do not have the checksum of the tokens that left for the engine."""
     violations = 0
     for t in trajectories:
         ids = [s.ids for s in t.segments]
         violations += sum(
-            zlib.crc32(array("i", ids[turn.segment][: turn.context_length]).tobytes()) != turn.context_crc
-            for turn in t.turns
+            ids_checksum(ids[turn.segment][: turn.context_length]) != turn.context_crc for turn in t.turns
         )
     return violations

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import Generation, SamplingParams
 from agentrl.engine.local.kv_cache import BlockPool, Chunk, Session
 from agentrl.engine.local.model import LocalModel
@@ -232,6 +233,7 @@ class Scheduler:
                 matched_stop=matched_stop,
                 policy_version=self.policy_version,
                 cached_tokens=request.cached_tokens,
+                context_crc=ids_checksum(session.ids[: len(request.context)]),
             )
         )
         self._finish(session)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sglang.api import ServerApi
 from agentrl.engine.sglang.protocol import (
@@ -185,24 +186,26 @@ class SGLangEngine:
         flight = _Flight(session)
         self._flights.add(flight)
         parts: list[Generation] = []
+        crc: int | None = None
         try:
             while True:
                 body = request_body(context, sampling, max_new_tokens, seeded=facts.deterministic)
+                if crc is None:
+                    crc = ids_checksum(body["input_ids"])
                 response = await self._send(flight, add_images(body, images) if images else body)
                 if read_finish_reason(response, self.address) is FinishReason.ABORT:
                     self._count_abort(flight, response)
                     continue
-                if images:
-                    check_prompt(response, context, self.address)
+                check_prompt(response, context, self.address, images=bool(images))
                 part = read_generation(response, self._first_version, self.address)
                 self._check_version(part, flight)
                 parts.append(part)
                 max_new_tokens -= len(part.ids)
                 if not must_continue(part, sampling):
-                    return concatenate(parts)
+                    return concatenate(parts, crc)
                 if max_new_tokens <= 0:
                     full = replace(part, finish_reason=FinishReason.LENGTH, matched_stop=None)
-                    return concatenate([*parts[:-1], full])
+                    return concatenate([*parts[:-1], full], crc)
                 context = [*context, *part.ids]
         finally:
             self._flights.discard(flight)

@@ -7,7 +7,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,21 +130,25 @@ def ids_below(ids: list[int], vocab_size: int) -> bool:
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 
-def check_prompt(response: Mapping[str, Any], ids: Sequence[int], address: str) -> None:
-    """The server used exactly these ids as its prompt.
+def check_prompt(response: Mapping[str, Any], ids: list[int], address: str, *, images: bool) -> None:
+    """The server used exactly these ids as its prompt. It returns the ids themselves only for contexts with images, else their number.
 
     Raises:
         EngineFailure: it used others.
     """
     prompt_ids, length = response.get("prompt_token_ids"), response["meta_info"].get("prompt_tokens")
-    if prompt_ids is None and length == len(ids):  # this version of SGLang does not return the ids
+    if length == len(ids) and (prompt_ids is None or prompt_ids == ids):
         return
-    if prompt_ids is None or list(prompt_ids) != list(ids):
+    if prompt_ids is None and not images:
         raise EngineFailure(
-            f"{address}/generate read {length if prompt_ids is None else len(prompt_ids)} tokens with images, the renderer gave {len(ids)}, "
-            "or the ids differ: the server's image processor is configured differently from the model folder's, or it tokenised the text again",
-            "engine: image expansion differs",
+            f"{address}/generate read {length} context tokens, but was sent {len(ids)}", "engine: context differs"
         )
+    count = len(prompt_ids) if isinstance(prompt_ids, list) else length
+    raise EngineFailure(
+        f"{address}/generate read {count} tokens with images, the renderer gave {len(ids)}, or the ids differ: "
+        "the server's image processor is configured differently from the model folder's, or it tokenised the text again",
+        "engine: image expansion differs",
+    )
 
 
 def read_version(text: Any, unnamed: int) -> int:
@@ -220,15 +224,15 @@ def must_continue(part: Generation, sampling: SamplingParams) -> bool:
     return sampling.ignore_eos and at_token and part.matched_stop not in sampling.stop_token_ids
 
 
-def concatenate(parts: list[Generation]) -> Generation:
-    """Generations that continue one another as one.
+def concatenate(parts: list[Generation], context_crc: int | None = None) -> Generation:
+    """Generations that continue one another as one. `context_crc`: of the context of the first.
 
     Raises:
         EngineAbort: weights of different versions sampled them.
     """
     last = parts[-1]
     if len(parts) == 1:
-        return last
+        return replace(last, context_crc=context_crc)
     if len({p.policy_version for p in parts}) > 1:
         raise EngineAbort("the weights changed while the generation was in flight", "weight update")
     return Generation(
@@ -238,4 +242,5 @@ def concatenate(parts: list[Generation]) -> Generation:
         matched_stop=last.matched_stop if last.finish_reason is FinishReason.STOP else None,
         policy_version=last.policy_version,
         cached_tokens=parts[0].cached_tokens,
+        context_crc=context_crc,
     )
