@@ -17,7 +17,8 @@ from agentrl.engine.sglang.members import Failures, failures_of
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Row, Trainer
 
-PROBE_TOKENS = 48
+PROBE_STARTS, PROBE_RUN = 4, 6
+"""The probe is this many runs of this many tokens, twice."""
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean absolute difference in nats between two implementations of the same weights, by the trainer's dtype."""
 
@@ -37,15 +38,18 @@ class Expected:
 
 
 async def probe_ids(fleet: Fleet) -> list[int]:
-    """A sequence that the model itself finds likely: an arbitrary token and its greedy continuation.
+    """Runs of an arbitrary token and its greedy continuation, and then the same runs again.
 
-    On likely ids two implementations of the same weights agree closely in bfloat16 too. On random ids they may differ by more than wrong
-    weights would.
+    Within a run the ids are likely: on likely ids two implementations of the same weights agree closely in bfloat16 too. The runs differ, so
+    what attention chooses matters; one run alone may be a single token again and again, and then lost queries and keys change nothing. In the
+    repetition they matter most: what followed a token before is predicted again by attention to it.
     """
     first = next(m.engine for m in fleet.members if m.state == "ready")
-    start = Random(0).randrange(first.vocab_size or 256)
-    length = min(PROBE_TOKENS, first.context_length - 2)
-    return [start, *await first.api.greedy([start], length - 1)]
+    random, runs = Random(0), list[int]()
+    for _ in range(PROBE_STARTS):
+        start = random.randrange(first.vocab_size or 256)
+        runs += [start, *await first.api.greedy([start], PROBE_RUN - 1)]
+    return (runs * 2)[: first.context_length - 2]
 
 
 async def expected_weights(trainer: Trainer, fleet: Fleet, probe: Sequence[int]) -> Expected:

@@ -350,7 +350,10 @@ class Fleet:
             if member.state == "down":
                 await member.revive(self._start_timeout_s, may_command=not self._attached)
                 await self._set_state(member, "stale")
-            await self._make_ready(member)
+            if (
+                not self._weights_lock.locked()
+            ):  # else the watcher tries again: an update may use the member, and lose it, meanwhile
+                await self._make_ready(member)
         except AgentRLError as e:
             if member.reason != str(e):  # it is tried several times a second
                 logger.warning("server %s did not come back: %s", member.engine.address, e)
