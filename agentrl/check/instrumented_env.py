@@ -157,21 +157,27 @@ def _check_step(value: Any, findings: Findings) -> None:
         kind = type(value.state_key).__name__
         findings.error("step", f"StepResult.state_key must be a str or None, found {kind}", "return str(key)")
     if error := json_error(value.info):
-        what = f"StepResult.info is not JSON: {error}"
-        findings.warning("step", what, "return JSON values; the record holds the repr of anything else")
+        findings.warning("step", f"StepResult.info is not JSON: {error}", _RETURN_JSON)
 
 
 def _check_state(value: Any, findings: Findings) -> None:
     if not isinstance(value, dict):
         findings.error("state", f"must return a dict, found {type(value).__name__}", "return a dict of JSON values")
     elif error := json_error(value):
-        findings.error("state", f"is not JSON: {error}", "return JSON values: rewards and the record read them")
+        findings.warning("state", f"is not JSON: {error}", _RETURN_JSON)
+
+
+_RETURN_JSON = "return JSON values; the record holds the repr of anything else, and replay compares that"
 
 
 def json_error(value: Any) -> str | None:
     """Return why a value cannot be written as JSON; None if it can."""
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as e:
+    except RecursionError:
+        return "it is nested too deep"
+    except (TypeError, ValueError) as e:
         return str(e)
+    except Exception as e:  # noqa: BLE001  the value's own code raised, for example its iteration
+        return f"reading it raised {type(e).__name__}"
     return None

@@ -17,6 +17,7 @@ import orjson
 from agentrl.core.message_images import Image, PlacedImage, is_image
 from agentrl.core.sequences import ids_checksum
 from agentrl.errors import StoreError
+from agentrl.store.json_values import plain
 from agentrl.types import (
     Action,
     FinishReason,
@@ -59,11 +60,21 @@ _JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.
 
 
 def encode(record: Mapping[str, Any] | list[Any]) -> bytes:
-    """Return a record as a line of JSON. Values that JSON cannot express (in a user's info or state) are written as their repr."""
+    """Return a record as a line of JSON. Values that JSON cannot express (in a user's info or state) are written as their repr.
+
+    A value that has no repr either costs itself, never the record (see json_values.py).
+    """
     try:
         return orjson.dumps(record, _json_default, _JSON_OPTIONS)
     except TypeError:  # integers over 64 bits, lone surrogates, deep nesting: a policy can write them all
-        return json.dumps(record, default=_json_default).encode() + b"\n"
+        return _encode_any(record).encode() + b"\n"
+
+
+def _encode_any(record: Mapping[str, Any] | list[Any]) -> str:
+    try:
+        return json.dumps(record, default=_json_default, allow_nan=False)
+    except Exception:  # noqa: BLE001  NaN, tuples as keys, cycles, and whatever the repr of a user's value raises
+        return json.dumps(plain(record, _json_default), allow_nan=False)
 
 
 def _json_default(value: Any) -> Any:

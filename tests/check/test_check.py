@@ -185,7 +185,6 @@ BROKEN = {
     "reset takes no seed": ({"reset": lambda self, task: "x"}, "reset", "TypeError"),
     "close raises": ({"close": lambda self: 1 / 0}, "close", "ZeroDivisionError"),
     "state is no dict": ({"state": lambda self: [1]}, "state", "must return a dict"),
-    "state is no JSON": ({"state": lambda self: {"x": object()}}, "state", "is not JSON"),
     "constructor raises": ({"__init__": lambda self: 1 / 0}, "constructor", "ZeroDivisionError"),
     "global randomness": (step_of(lambda s, a: StepResult(str(random.random()), terminated=a.answer is not None)), "determinism", "observation"),
     "counter in reset": ({"reset": lambda self, task, *, seed: f"episode {next(_counter)}"}, "determinism", "the first observation"),
@@ -217,6 +216,7 @@ async def test_a_violation_of_the_contract_is_an_error(kind):
 
 
 WARNED = {
+    "state is no JSON": ({"state": lambda self: {"x": object()}}, "state", "is not JSON"),
     "info is no JSON": (step_of(lambda s, a: StepResult("x", info={"x": object()}, terminated=a.answer is not None)), "step", "info is not JSON"),
     "empty tasks": ({"tasks": classmethod(lambda cls, split: [])}, "tasks", "tasks('train') is empty"),
     "an id twice": ({"tasks": classmethod(lambda cls, split: TASKS)}, "tasks", "ids occur twice"),

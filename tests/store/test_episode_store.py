@@ -149,6 +149,64 @@ def test_whatever_a_user_puts_into_info_or_state_does_not_stop_the_run(tmp_path,
     assert [r.index for r in read_episodes(tmp_path)] == [0, 1]
 
 
+class Raising:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+class RaisingIteration(dict):
+    def items(self):
+        raise RuntimeError("no items")
+
+
+def endless(levels=100_000):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def cycle():
+    value = {"a": 1}
+    value["self"] = [value]
+    return value
+
+
+ODD = {
+    "tuple keys": (lambda: {(1, 2): "x", frozenset({1}): "y"}, {"(1, 2)": "x", "frozenset({1})": "y"}),
+    "a cycle": (cycle, {"a": 1, "self": ["<dict that contains itself>"]}),
+    "a repr that raises": (Raising, "<Raising that cannot be recorded: RuntimeError>"),
+    "a key whose repr raises": (lambda: {Raising(): 1}, {"<Raising that cannot be recorded: RuntimeError>": 1}),
+    "items that raise": (lambda: {"a": RaisingIteration(b=1), (): 1}, None),
+    "a set of them": (lambda: {Raising()}, "<set that cannot be recorded: RuntimeError>"),
+    "endless nesting": (endless, None),
+    "NaN beside a big integer": (lambda: [float("nan"), float("inf"), 10**40], [None, None, 10**40]),
+    "a type": (lambda: dict, "<class 'dict'>"),
+    "a generator": (lambda: [(), {(): (x for x in [])}], None),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("where", ["info", "state", "metadata"])
+def test_one_odd_value_costs_itself_and_never_the_record(tmp_path, name, where):
+    make, expected = ODD[name]
+    values = {"before": 1, "v": make(), "after": [2.5, "ü", 10**30]}
+    t = trajectory(turns=[Turn(0, 0, 2, Action("x"), info=values if where == "info" else {})])
+    if where == "state":
+        t = dataclasses.replace(t, state=values)
+    elif where == "metadata":
+        t = dataclasses.replace(t, task=dataclasses.replace(t.task, metadata=values))
+    write(tmp_path, [t, trajectory(index=1)])
+    first, second = read_episodes(tmp_path)
+    recorded = {"info": first.turns[0].info, "state": first.state, "metadata": first.task.metadata}[where]
+    assert (recorded["before"], recorded["after"]) == (1, [2.5, "ü", 10**30])
+    if expected is not None:
+        assert recorded["v"] == expected
+    page = encode(next(iter(read_records(tmp_path))))
+    json.loads(page, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON: a browser cannot read it"))
+    assert second.index == 1
+
+
 def test_deep_nesting_is_written(tmp_path):
     deep = []
     for _ in range(400):
