@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from agentrl.core.real_number import MAX_MAGNITUDE, real_number
 from agentrl.core.registry import Registry
-from agentrl.errors import ConfigError, ContractError, suggest
-from agentrl.tool import Tool, ToolSpec, spec_of, tools_of
+from agentrl.errors import ConfigError, ContractError, shown, suggest
+from agentrl.tool import Tool, ToolSpec, check_limit, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
 
 
@@ -77,6 +77,16 @@ class Env:
     """column of data files that holds the label; `--label-key` overrides it"""
     timeout_s: ClassVar[float] = 120.0
     """time limit of the constructor and of each call of reset, step, state and close, in seconds"""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the class attributes that are limits.
+
+        Raises:
+            ContractError: `threads` or `timeout_s` cannot be used.
+        """
+        super().__init_subclass__(**kwargs)
+        check_limit(f"environment {cls.__name__}", "timeout_s", cls.timeout_s)
+        check_limit(f"environment {cls.__name__}", "threads", cls.threads, least=1)
 
     @overridable
     async def reset(self, task: Task, *, seed: int) -> ObservationLike:
@@ -236,15 +246,30 @@ def check_reward(value: Any, env_class: type[Env]) -> float:
     """The step reward as a float.
 
     Raises:
-        ContractError: it is not a finite number.
+        ContractError: it is not a finite number, or too large.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, (str, bytes)):
-        raise ContractError(f"{env_class.label()}.step returned the reward {value!r:.60}; it must be a finite number")
+    number = real_number(value)
+    if number is None:
+        raise ContractError(
+            f"{env_class.label()}.step returned the reward {shown(value)}; it must be a finite number, at most {MAX_MAGNITUDE:g}"
+        )
     return number
+
+
+def check_flag(name: str, value: Any, env_class: type[Env]) -> bool:
+    """`StepResult.terminated` or `truncated` as a bool; numpy's bools and 0 or 1 count too.
+
+    Raises:
+        ContractError: it is something else, for example an array.
+    """
+    if isinstance(value, bool):
+        return value
+    number = real_number(value) if getattr(value, "shape", ()) == () else None
+    if number not in (0.0, 1.0):
+        raise ContractError(
+            f"{env_class.label()}.step: StepResult.{name} must be True or False, found {type(value).__name__}: {shown(value)}"
+        )
+    return number == 1.0
 
 
 def _only_env(module: Any) -> Any:

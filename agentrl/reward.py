@@ -9,14 +9,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from statistics import fmean
 from typing import Any, overload
 
 from agentrl.core.name_syntax import split_weight
+from agentrl.core.real_number import MAX_MAGNITUDE, real_number
 from agentrl.core.registry import Registry
 from agentrl.core.timeout_pool import TimeoutPool
-from agentrl.errors import ConfigError, ContractError, RewardFailure, boundary
+from agentrl.errors import ConfigError, ContractError, RewardFailure, boundary, shown
+from agentrl.tool import check_limit
 from agentrl.types import Trajectory
 
 
@@ -33,6 +34,17 @@ class Reward:
     """True: called with all trajectories of a group, and returns one value for each"""
     timeout_s: float = 60.0
     """time limit of one call, in seconds"""
+
+    def __post_init__(self) -> None:
+        where, weight = f"reward {self.name}", real_number(self.weight)
+        if not callable(self.fn):
+            raise ContractError(f"{where} must be a function, found {type(self.fn).__name__}")
+        if weight is None:
+            raise ContractError(
+                f"{where}: weight must be a finite number of at most {MAX_MAGNITUDE:g}, found {shown(self.weight)}"
+            )
+        object.__setattr__(self, "weight", weight)
+        check_limit(where, "timeout_s", self.timeout_s)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -161,7 +173,7 @@ class Scorer:
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
                 out = await self.pool.call(r.fn, trajectory, timeout_s=r.timeout_s)
-            _add(r, out, values, weights)
+                _add(r, out, values, weights)
         return replace(trajectory, rewards=values, weights=weights)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -173,12 +185,8 @@ class Scorer:
         scored = list(trajectories)
         for r in self.group:
             with boundary(RewardFailure, f"reward {r.name}"):
-                outs = list(await self.pool.call(r.fn, list(scored), timeout_s=r.timeout_s))
-            if len(outs) != len(scored):
-                raise RewardFailure(
-                    f"group reward {r.name} returned {len(outs)} values for {len(scored)} trajectories",
-                    f"reward {r.name}: length",
-                )
+                returned = await self.pool.call(r.fn, list(scored), timeout_s=r.timeout_s)
+                outs = _group_values(r, returned, len(scored))
             for i, out in enumerate(outs):
                 values, weights = dict(scored[i].rewards), dict(scored[i].weights)
                 _add(r, out, values, weights)
@@ -190,22 +198,53 @@ class Scorer:
         self.pool.close()
 
 
+def _group_values(r: Reward, returned: Any, members: int) -> list[Any]:
+    """The values that a group reward returned, one per member.
+
+    Raises:
+        RewardFailure: it is not a list, tuple or array of that length.
+    """
+    ordered = isinstance(returned, Sequence) or hasattr(
+        returned, "__array__"
+    )  # sets and mappings have no order of members
+    if (
+        not ordered
+        or isinstance(returned, (str, bytes, bytearray, memoryview))
+        or getattr(returned, "shape", None) == ()
+    ):
+        raise RewardFailure(
+            f"group reward {r.name} must return a list with one value for each of the {members} trajectories, "
+            f"found {type(returned).__name__}: {shown(returned)}",
+            f"reward {r.name}: not a list",
+        )
+    values = list(returned)
+    if len(values) != members:
+        raise RewardFailure(
+            f"group reward {r.name} returned {len(values)} values for {members} trajectories",
+            f"reward {r.name}: length",
+        )
+    return values
+
+
 def _add(r: Reward, out: Any, values: dict[str, float | None], weights: dict[str, float]) -> None:
-    components: Mapping[str, Any] = out if isinstance(out, Mapping) else {"": out}
+    components: Mapping[Any, Any] = out if isinstance(out, Mapping) else {"": out}
     for key, value in components.items():
+        if not isinstance(key, str):
+            raise RewardFailure(
+                f"reward {r.name}: the names of its components must be text, found {shown(key)}",
+                f"reward {r.name}: not a name",
+            )
         name = f"{r.name}.{key}" if key else r.name
-        values[name] = None if value is None else _number(name, value)
+        values[name] = None if value is None else _number(name, value, r.weight)
         weights[name] = r.weight
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:  # an integer beyond a float's range
-        number = math.inf
-    if not math.isfinite(number):
+def _number(name: str, value: Any, weight: float) -> float:
+    number = real_number(value)
+    if number is None or abs(number * weight) > MAX_MAGNITUDE:
         raise RewardFailure(
-            f"reward {name} must be a finite number or None, found {value!r:.60}", f"reward {name}: not a number"
+            f"reward {name} must be a finite number or None, at most {MAX_MAGNITUDE:g} with its weight; found {shown(value)}",
+            f"reward {name}: not a number" if number is None else f"reward {name}: too large",
         )
     return number
 

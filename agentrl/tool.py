@@ -6,6 +6,7 @@ The policy sees a schema made of the type hints and the docstring; the arguments
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -46,6 +47,26 @@ class ToolLimits:
     """sync calls that may hang past their time limit; once this many hang, further calls wait until one returns"""
     parallel: bool = False
     """True: calls of one turn may run at the same time; False: they run one after the other, in the order in which the policy wrote them"""
+
+    def __post_init__(self) -> None:
+        check_limit("a tool's limits", "timeout_s", self.timeout_s)
+        for name, least in (("max_concurrency", 1), ("retries", 0), ("max_result_bytes", 1), ("max_hung", 1)):
+            check_limit("a tool's limits", name, getattr(self, name), least=least)
+        if not isinstance(self.parallel, bool):
+            raise ContractError(f"a tool's limits: parallel must be True or False, found {self.parallel!r:.60}")
+
+
+def check_limit(where: str, name: str, value: Any, *, least: int | None = None) -> None:
+    """Check a limit: a positive finite number of seconds, or, with `least`, an integer of at least that.
+
+    Raises:
+        ContractError: it is something else.
+    """
+    if least is not None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ContractError(f"{where}: {name} must be an integer of at least {least}, found {value!r:.60}")
+    elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ContractError(f"{where}: {name} must be a positive number of seconds, found {value!r:.60}")
 
 
 @dataclass(frozen=True)

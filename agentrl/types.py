@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.errors import ContractError, InvariantError
+from agentrl.errors import ContractError, InvariantError, shown
 
 Message = dict[str, Any]
 """A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts); optional: `tool_calls`, `name`, `tool_call_id`."""
@@ -227,7 +227,10 @@ class Observation:
             ContractError: the value is none of these.
         """
         if isinstance(value, Observation):
-            return value
+            messages: Any = value.messages
+            if isinstance(messages, tuple) and all(map(_is_message, messages)):
+                return value
+            value = messages
         if isinstance(value, str):
             return cls(({"role": "user", "content": value},))
         items = [value] if isinstance(value, (dict, Mapping)) else value
@@ -235,7 +238,7 @@ class Observation:
             return cls(tuple(dict(m) for m in items))
         raise ContractError(
             "an observation must be a str, a message or a list of messages, each with a role and content "
-            f"(text or parts); found {type(value).__name__}: {value!r:.80}"
+            f"(text or a list of parts, each a mapping); found {type(value).__name__}: {shown(value, 80)}"
         )
 
 
@@ -460,7 +463,9 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, (dict, Mapping)) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")
-    return isinstance(content, (str, list, tuple)) or (content is None and bool(value.get("tool_calls")))
+    if isinstance(content, (list, tuple)):
+        return all(isinstance(part, (dict, Mapping)) for part in content)
+    return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
 
 
 def count_tokens(segments: Iterable[Segment], provenance: Provenance) -> int:

@@ -121,3 +121,9 @@ def test_environments_by_name_module_and_file(tmp_path):
         make_env_class("shelf_for_test")
     with pytest.raises(ContractError, match=r"expected a subclass of agentrl\.Env"):
         make_env_class("agentrl.types:Task")
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 0}, {"timeout_s": "5"}, {"threads": 0}, {"threads": 2.0}], ids=repr)
+def test_a_bad_limit_is_refused_where_it_is_declared(limits):
+    with pytest.raises(ContractError, match=f"environment Bad: {next(iter(limits))} must be"):
+        type("Bad", (Env,), limits)

@@ -2,11 +2,16 @@
 
 import asyncio
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from doubles import trajectory
+import torch
+from doubles import play, trajectory
+from echo import Echo
 
+from agentrl import Env, StepResult
 from agentrl.core.timeout_pool import pure
 from agentrl.errors import ConfigError, ContractError, InfraError, RewardFailure, UnknownNameError
 from agentrl.reward import REWARDS, Reward, Scorer, resolve_rewards, reward
@@ -201,3 +206,159 @@ def test_a_weight_that_is_not_a_number_is_one_sentence():
         resolve_rewards(["w_for_tests=x"])
     with pytest.raises(ConfigError, match="weight"):
         resolve_rewards(["w_for_tests=nan"])
+
+
+# -- values of any type ----------------------------------------------------------------------------------------------
+
+
+class Floats:
+    """Has `float()`, or raises whatever is done with it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+    def __repr__(self):
+        raise ValueError("no repr")
+
+
+NUMBERS = {
+    "bool": (True, 1.0),
+    "int": (3, 3.0),
+    "numpy bool": (np.bool_(True), 1.0),
+    "numpy float32": (np.float32(0.5), 0.5),
+    "numpy int64": (np.int64(2), 2.0),
+    "0-d array": (np.array(0.5), 0.5),
+    "array of one": (np.array([0.5]), 0.5),
+    "torch scalar": (torch.tensor(0.5), 0.5),
+    "torch bool": (torch.tensor(True), 1.0),
+    "torch with gradient": (torch.tensor(0.5, requires_grad=True) * 1, 0.5),
+    "bfloat16": (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+    "Decimal": (Decimal("0.5"), 0.5),
+    "Fraction": (Fraction(1, 2), 0.5),
+    "__float__": (Floats(0.5), 0.5),
+}
+NOT_NUMBERS = {
+    "text": "1",
+    "bytes": b"1",
+    "numpy text": np.str_("1"),
+    "0-d text": np.array("1"),
+    "array": np.array([1.0, 2.0]),
+    "tensor": torch.tensor([1.0, 2.0]),
+    "list": [1.0],
+    "set": {1.0},
+    "complex": 1j,
+    "nan": np.float32("nan"),
+    "inf": Decimal("inf"),
+    "signalling nan": Decimal("sNaN"),
+    "1e155": 1e155,
+    "-1e155": -1e155,
+    "1e308": 1e308,
+    "long integer": 10**5000,
+    "Decimal beyond float": Decimal("1e400"),
+    "raises": Floats(RuntimeError("no float")),
+    "object": object(),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+async def test_every_real_number_is_a_reward(kind, hermes):
+    value, number = NUMBERS[kind]
+
+    async def step(self, action):
+        return StepResult(reward=value, terminated=True)
+
+    t = await score(lambda _: value, lambda _: {"part": value})
+    assert t.rewards == {"r0": number, "r1.part": number}
+    assert all(type(v) is float for v in t.rewards.values())
+    (scored,) = await Scorer([Reward(lambda ts: [value], "g", group=True)]).score_group([trajectory()])
+    assert scored.rewards == {"g": number}
+    played = await play(type("Pays", (Env,), {"step": step}), ["x"], hermes)
+    assert (played.score, type(played.turns[0].reward)) == (number, float)
+
+
+@pytest.mark.parametrize("kind", NOT_NUMBERS)
+async def test_what_is_no_real_number_is_refused_with_a_sentence(kind, hermes):
+    value = NOT_NUMBERS[kind]
+
+    async def step(self, action):
+        return StepResult(reward=value, terminated=True)
+
+    for fn in (lambda _: value, lambda _: {"part": value}):
+        with pytest.raises(RewardFailure, match=r"reward r0\S* must be a finite number or None, at most 1e\+30"):
+            await score(fn)
+    with pytest.raises(RewardFailure, match="reward g must be a finite number"):
+        await Scorer([Reward(lambda ts: [value], "g", group=True)]).score_group([trajectory()])
+    with pytest.raises(ContractError, match=r"Pays\.step returned the reward .* must be a finite number"):
+        await play(type("Pays", (Env,), {"step": step}), ["x"], hermes)
+
+
+async def test_a_reward_that_its_weight_makes_too_large_is_refused():
+    with pytest.raises(RewardFailure, match="at most 1e\\+30 with its weight") as e:
+        await Scorer([Reward(lambda _: 1e20, "big", 1e20)]).score(trajectory())
+    assert e.value.cause == "reward big: too large"
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [{0: 1.0, 1: 0.0}, {1.0, 0.0}, frozenset({1.0}), {0: 1}.keys(), "10", b"10", 1.0, None, np.float32(1)],
+    ids=repr,
+)
+async def test_a_group_reward_must_return_values_in_the_order_of_the_members(returned):
+    with pytest.raises(
+        RewardFailure, match=f"group reward g must return a list .* 2 trajectories, found {type(returned).__name__}"
+    ):
+        await Scorer([Reward(lambda ts: returned, "g", group=True)]).score_group([trajectory(), trajectory(index=1)])
+
+
+@pytest.mark.parametrize(
+    "returned", [[1, 0], (1, 0), np.array([1.0, 0.0]), torch.tensor([1.0, 0.0])], ids=lambda v: type(v).__name__
+)
+async def test_a_group_reward_may_return_any_sequence(returned):
+    scored = await Scorer([Reward(lambda ts: returned, "g", group=True)]).score_group(
+        [trajectory(), trajectory(index=1)]
+    )
+    assert [t.rewards for t in scored] == [{"g": 1.0}, {"g": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"weight": float("nan")}, "weight must be a finite number"),
+        ({"weight": float("inf")}, "weight must be a finite number"),
+        ({"weight": "1"}, "weight must be a finite number"),
+        ({"weight": None}, "weight must be a finite number"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number"),
+        ({"timeout_s": -1.0}, "timeout_s must be a positive number"),
+        ({"timeout_s": float("nan")}, "timeout_s must be a positive number"),
+        ({"timeout_s": "5"}, "timeout_s must be a positive number"),
+    ],
+    ids=repr,
+)
+def test_a_bad_weight_or_limit_is_refused_where_it_is_declared(declared, message):
+    with pytest.raises(ContractError, match=f"reward mine: {message}"):
+
+        @reward(**declared)
+        def mine(trajectory): ...
+
+    assert "mine" not in REWARDS.names()
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("mute")
+
+
+async def test_an_exception_whose_str_raises_is_an_ordinary_failure(hermes):
+    def fails(*_, **__):
+        raise MuteError
+
+    with pytest.raises(RewardFailure, match="reward r0 raised MuteError"):
+        await score(fails)
+    for method in ("reset", "step", "state", "close"):
+        t = await play(type("Broken", (Echo,), {method: fails}), ["x"], hermes, env_args={"ends": 1})
+        assert f"env {method} raised MuteError" in t.detail

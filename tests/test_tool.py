@@ -288,3 +288,28 @@ def test_callable_objects_and_partials():
     assert spec.parameters["properties"]["a"] == {"type": "integer"}
     spec = spec_of(tool(name="find")(functools.partial(search, k=1)))
     assert spec.fn(**spec.arguments({"query": "x"})) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"timeout_s": 0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+        {"timeout_s": "30"},
+        {"timeout_s": None},
+        {"retries": -1},
+        {"retries": 1.5},
+        {"max_concurrency": 0},
+        {"max_result_bytes": 0},
+        {"max_hung": 0},
+        {"max_hung": True},
+        {"parallel": 1},
+    ],
+    ids=repr,
+)
+def test_a_bad_limit_is_refused_where_it_is_declared(limits):
+    with pytest.raises(ContractError, match=f"a tool's limits: {next(iter(limits))} must be"):
+
+        @tool(**limits)
+        def f(): ...

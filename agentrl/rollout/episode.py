@@ -21,7 +21,7 @@ from typing import Any
 from agentrl.core.message_images import image_parts, load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams
-from agentrl.env import Env, check_reward
+from agentrl.env import Env, check_flag, check_reward
 from agentrl.errors import (
     ContractError,
     EngineAbort,
@@ -32,6 +32,7 @@ from agentrl.errors import (
     ToolFailure,
     UsageError,
     boundary,
+    shown,
 )
 from agentrl.render.context_policy import (
     ContextPolicy,
@@ -283,19 +284,23 @@ class Episode:
         elapsed = time.perf_counter() - started
         label = self.runner.env_class.label()
         if not isinstance(result, StepResult):
-            raise ContractError(f"{label}.step must return a StepResult, found {type(result).__name__}: {result!r:.80}")
+            raise ContractError(
+                f"{label}.step must return a StepResult, found {type(result).__name__}: {shown(result, 80)}"
+            )
         if not isinstance(result.info, (dict, Mapping)):
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.timings["env_s"] += elapsed
         draft.observation = Observation(tuple(await load_images(Observation.of(result.observation).messages)))
         draft.reward = check_reward(result.reward, self.runner.env_class)
+        terminated = check_flag("terminated", result.terminated, self.runner.env_class)
+        truncated = check_flag("truncated", result.truncated, self.runner.env_class)
         draft.info = dict(result.info)
         draft.state_key = result.state_key
         draft.timings["env_s"] = elapsed
         self.invalid_actions += not draft.action.valid
-        if result.terminated:
+        if terminated:
             return StopReason.TERMINATED
-        if result.truncated:
+        if truncated:
             return StopReason.ENV_TRUNCATED
         too_many = self.invalid_actions >= self.runner.limits.max_invalid_actions
         return StopReason.INVALID_ACTION_LIMIT if too_many else None

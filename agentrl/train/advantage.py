@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from agentrl.errors import UnknownNameError
+from agentrl.errors import DataError, UnknownNameError
 from agentrl.types import Group, Status, StopReason, Trajectory
 
+_MAX_SCORE = 1e36
+"""The sum of many rewards of the largest size (see `real_number`); float32 ends at 3e38."""
 EQUAL = 1e-6
 """Scores that differ by less are equal. A group of equal scores has advantage 0."""
 
@@ -46,19 +48,32 @@ def group_advantages(groups: Sequence[Group], estimator: str = "grpo", truncated
 
     Raises:
         UnknownNameError: unknown estimator.
+        DataError: a score that is not finite, or too large for float32.
     """
     if estimator not in ESTIMATORS:
         raise UnknownNameError.of("advantage estimator", estimator, ESTIMATORS)
     advantages: dict[str, float] = {}
     for group in groups:
         members = [t for t in group.trajectories if in_baseline(t, truncated)]
-        scores = [t.score for t in members]
+        scores = [_score(t) for t in members]
         flat = len(scores) < 2 or max(scores) - min(scores) < EQUAL
         values = [0.0] * len(scores) if flat else ESTIMATORS[estimator](scores)
         for trajectory, value in zip(members, values, strict=True):
             if is_trained(trajectory, truncated):
                 advantages[trajectory.episode_id] = value
     return advantages
+
+
+def _score(trajectory: Trajectory) -> float:
+    try:
+        score = trajectory.score
+    except OverflowError:
+        score = math.inf
+    if not abs(score) <= _MAX_SCORE:
+        raise DataError(
+            f"episode {trajectory.episode_id} scored {score:g}; a score must be finite and at most {_MAX_SCORE:g}: check its rewards and weights"
+        )
+    return score
 
 
 def in_baseline(trajectory: Trajectory, truncated: str) -> bool:

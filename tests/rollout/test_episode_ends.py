@@ -1,5 +1,6 @@
 """One episode: what ends it, and contract violations of user code."""
 
+import numpy as np
 import pytest
 from doubles import SAMPLED, call, play, trajectory
 from echo import Echo, Slow
@@ -9,7 +10,7 @@ from agentrl.engine.base import Generation
 from agentrl.errors import ContractError, EngineAbort, EngineFailure
 from agentrl.train.advantage import in_baseline, is_trained
 from agentrl.train.sample import to_samples
-from agentrl.types import FinishReason, Status, StopReason
+from agentrl.types import FinishReason, Observation, Status, StopReason
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +175,22 @@ async def test_the_last_observation_is_not_appended_when_turns_run_out(hermes):
         (lambda: StepResult("x", reward=b"1"), "finite number"),
         (lambda: StepResult("x", reward=None), "finite number"),
         (lambda: StepResult("x", reward=10**400), "finite number"),
+        (lambda: StepResult("x", reward=1e155), "at most 1e"),
+        (
+            lambda: StepResult("x", terminated=np.array([True, False])),
+            r"StepResult.terminated must be .*found ndarray: array\(\[ True",
+        ),
+        (
+            lambda: StepResult("x", terminated=np.array([True])),
+            "StepResult.terminated must be True or False, found ndarray",
+        ),
+        (lambda: StepResult("x", truncated=np.array([])), "StepResult.truncated must be True or False, found ndarray"),
+        (lambda: StepResult("x", terminated="no"), "StepResult.terminated must be True or False, found str"),
+        (lambda: StepResult("x", terminated=None), "StepResult.terminated must be True or False, found NoneType"),
+        (lambda: StepResult("x", truncated=2), "StepResult.truncated must be True or False, found int"),
+        (lambda: StepResult([{"role": "user", "content": [1, 2]}]), "an observation must be .* each a mapping"),
+        (lambda: StepResult(Observation(({"role": "user", "content": ["a"]},))), "an observation must be"),
+        (lambda: StepResult(Observation(("text",))), "an observation must be"),
         (lambda: StepResult("x", info=5), "info must be a mapping"),
         (lambda: StepResult("x", info=None), "info must be a mapping"),
     ],
@@ -186,6 +203,30 @@ async def test_a_contract_violation_stops_the_run_with_a_sentence_and_closes(her
     with pytest.raises(ContractError, match=message):
         await play(Broken, ["x"], hermes)
     assert Echo.made[0].closed == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "ends"),
+    [
+        (True, True),
+        (False, False),
+        (np.bool_(True), True),
+        (np.bool_(False), False),
+        (np.array(True), True),
+        (1, True),
+        (0, False),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+async def test_flags_may_be_bools_of_numpy(hermes, name, flag, ends):
+    class Ends(Echo):
+        async def step(self, action):
+            return StepResult("x", **{name: flag})
+
+    t = await play(Ends, ["x"], hermes, max_turns=1)
+    reason = StopReason.TERMINATED if name == "terminated" else StopReason.ENV_TRUNCATED
+    assert t.stop_reason is (reason if ends else StopReason.MAX_TURNS)
 
 
 @pytest.mark.parametrize("first", [(), [], None, 5, [{"role": "user"}]])

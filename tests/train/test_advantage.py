@@ -8,7 +8,7 @@ from doubles import PROMPT, SAMPLED, group_of, span, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import UnknownNameError
+from agentrl.errors import DataError, UnknownNameError
 from agentrl.train.advantage import ESTIMATORS, group_advantages
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import to_samples
@@ -124,3 +124,15 @@ def test_the_score_adds_step_rewards_and_weighted_components_without_those_that_
     object.__setattr__(t, "rewards", {"a": 1.0, "b": None, "c": 2.0})
     object.__setattr__(t, "weights", {"a": 0.5, "b": 100.0, "c": 0.0})
     assert t.score == -0.75 + 0.5
+
+
+@pytest.mark.parametrize("score", [1e155, -1e155, 1e308, math.inf, math.nan])
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_a_score_beyond_float32_is_one_sentence(score, estimator):
+    with pytest.raises(DataError, match=r"episode \S+ scored \S+; a score must be finite and at most 1e\+36"):
+        values(group_of(score, 0, 0), estimator)
+
+
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_scores_of_the_largest_size_make_finite_advantages(estimator):
+    assert all(abs(v) < 3e38 for v in values(group_of(1e36, -1e36, 0), estimator))
