@@ -23,7 +23,9 @@ def resolve(args: argparse.Namespace, rest: Sequence[str]) -> Config:
     """The settings of a new run. Later layers win: defaults, the environment's own TOML, --config, flags."""
     file, flags = _given(args, rest)
     env = flags.get("env", file.get("env"))
-    return _new_run(build_config(file, flags, base={} if env in (None, "none") else env_defaults(str(env))))
+    config = build_config(file, flags, base={} if env in (None, "none") else env_defaults(str(env)))
+    _require_read(args.command, flags, config)
+    return _new_run(config)
 
 
 def resolve_played(args: argparse.Namespace, rest: Sequence[str], *, scored: bool, evaluates: bool = False) -> Config:
@@ -71,13 +73,42 @@ def resolve_trained(args: argparse.Namespace, rest: Sequence[str], sources: Sequ
                     f"{base.get(name)!r} and {layer.get(name)!r}; give the one to train with"
                 )
     own = {k: v for k, v in base.items() if k not in _NOT_TAKEN and (k == "threads" or FIELDS.get(k) != "engine")}
-    return _new_run(build_config(file, flags, base=own))
+    config = build_config(file, flags, base=own)
+    _require_read(args.command, flags, config)
+    return _new_run(config)
 
 
 _OF_EPISODES = ("hf_checkpoint", "template_args", "env", "action_format")
 """Settings that the episodes of one run have in common."""
 _NOT_TAKEN = {"run", "runner_processes", "sglang"}
 """Settings of a recorded run that a run on its episodes does not take, apart from those of the engine."""
+
+
+_READ_BY_SFT = (
+    "rollout_max_context_len threads lr lr_warmup_rollouts lr_decay_style calculate_per_token_loss max_tokens_per_gpu "
+    "actor_num_gpus_per_node"
+).split()
+"""Settings of the sections below that `agentrl sft` reads."""
+_SECTIONS_OF_EPISODES = ("data", "rollout", "engine", "train", "eval")
+
+
+def _require_read(command: str, flags: Layer, config: Config) -> None:
+    """Refuse flags that the command does not read. A file of settings may serve several commands and is not checked.
+
+    Raises:
+        ConfigError: A flag has no effect.
+    """
+    for name in flags:
+        section = FIELDS.get(name)
+        reason = ""
+        if command == "sft" and section in _SECTIONS_OF_EPISODES and name not in _READ_BY_SFT:
+            reason = "in `agentrl sft`, which plays no episodes and has no rewards"
+        elif command != "sft" and section == "sft":
+            reason = f"in `agentrl {command}`; it is for `agentrl sft`"
+        elif command == "train" and section == "eval" and not config.eval.eval_interval and name != "eval_interval":
+            reason = "with --eval-interval 0, which switches evaluation off"
+        if reason:
+            raise ConfigError(f"{flag_names(name)[0]} has no effect {reason}; leave it out")
 
 
 def _given(args: argparse.Namespace, rest: Sequence[str]) -> tuple[Layer, Layer]:

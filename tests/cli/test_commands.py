@@ -41,7 +41,7 @@ def ready(lookup_run, tmp_path, tags, monkeypatch):
         "export --html": ["export", path, "2-0", "--html", new / "e.html"],
         "export --parquet": ["export", path, "--parquet", new / "e.parquet"],
         "export --hf-dataset": ["export", path, "--hf-dataset", new / "data"],
-        "sft": ["sft", path, *settings],
+        "sft": ["sft", path, *settings[:-2]],
         "train --train-only": ["train", "--train-only", path, *settings],
     }
     new.mkdir()

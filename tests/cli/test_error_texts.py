@@ -170,6 +170,15 @@ ERRORS = {
         "train: actor_rollout_ref.rollout.n=8: agentrl has flags, not verl's keys; give --n-samples-per-prompt"
     ),
     "train --bf16": "train: --bf16 cannot be set: it follows from --dtype",
+    "train --env search_r1 --sft-epochs 3": (
+        "train: --sft-epochs has no effect in `agentrl train`; it is for `agentrl sft`; leave it out"
+    ),
+    "train --env search_r1 --eval-interval 0 --eval-limit 3": (
+        "train: --eval-limit has no effect with --eval-interval 0, which switches evaluation off; leave it out"
+    ),
+    "sft empty.jsonl --model model --num-rollout 3": (
+        "sft: --num-rollout has no effect in `agentrl sft`, which plays no episodes and has no rewards; leave it out"
+    ),
     "train --tis-threshold 3": "train: --tis-threshold has no effect without --use-tis; add --use-tis",
 }
 

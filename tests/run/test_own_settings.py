@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from replays import NoteTrainer
 
+from agentrl.cli.flags import flag_names
 from agentrl.cli.main import main, make_parser
 from agentrl.cli.resolve import resolve, resolve_trained
-from agentrl.config import Config, build_config, read_toml
+from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml
+from agentrl.config.settings import field_infos
 from agentrl.core.program_name import command
 from agentrl.errors import ConfigError
 from agentrl.store import read_episodes
@@ -141,6 +143,35 @@ def test_token_ids_that_mean_something_else_in_the_model_are_refused(
     assert len(error.splitlines()) == 1
     assert len(trainer.fed) == fed
     assert not (tmp_path / "B").exists()
+
+
+FLAGS_OF_SFT = {
+    "rollout_max_context_len": "300", "threads": "1", "lr": "0.5", "lr_warmup_rollouts": "1", "lr_decay_style": "linear",
+    "calculate_per_token_loss": "true", "max_tokens_per_gpu": "512", "actor_num_gpus_per_node": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, section in FIELDS.items() if section in ("data", "rollout", "engine", "train", "eval")]
+)
+def test_a_flag_that_sft_does_not_read_is_refused(name):
+    values = {
+        "reward": "em",
+        "eval_prompt_data": "a b",
+        "prompt_data": "a.jsonl",
+        "weight_sync": "none",
+        "global_batch_size": "128",
+        "eps_clip_c": "2",
+    }
+    default = field_infos(SECTIONS[FIELDS[name]])[name].default
+    value = FLAGS_OF_SFT.get(name) or values.get(name) or ("1" if default is None else str(default).lower())
+    words = [] if default == () and name not in values else value.split()
+    args, rest = layer_of("sft", "chat.jsonl", "--model", "m", flag_names(name)[0], *words or ["h:1"])
+    if name in FLAGS_OF_SFT:
+        resolve_trained(args, rest, args.episodes)
+    else:
+        with pytest.raises(ConfigError, match=f"^{flag_names(name)[0]} (has no effect|needs)"):
+            resolve_trained(args, rest, args.episodes)
 
 
 def test_runs_with_different_models_are_not_mixed_silently(recorded, tmp_path):
