@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentrl.config.settings import Config
 from agentrl.core.name_syntax import split_object, split_slice, split_weight
+from agentrl.core.registry import local_file
 
 
 def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
@@ -47,8 +48,10 @@ def _path(text: str, separators: str = "") -> str:
 
 
 def _code(text: str) -> str:
-    """Make the path in `file.py[:Object][=WEIGHT]` absolute."""
-    file, _ = split_object(split_weight(text)[0])
+    """Make the path in `file.py[:Object][=WEIGHT]` absolute; also that of a module in the working directory."""
+    file, attribute = split_object(split_weight(text)[0])
+    if attribute and (path := local_file(file)) is not None:
+        return f"{path}{text[len(file) :]}"
     return _path(file) + text[len(file) :] if file.endswith(".py") else text
 
 

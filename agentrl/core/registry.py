@@ -1,17 +1,21 @@
 """Names of environments, rewards and other objects that are chosen on the command line.
 
 A name is a registered one (by `@register_env("x")`, by an entry point of the group `agentrl.envs`, or built in), or
-`package.module:Object`, or `path/to/file.py[:Object]`.
+`package.module:Object`, or `path/to/file.py[:Object]`. Modules are found in the working directory too, and a file imports the modules beside it,
+as `python file.py` would.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +25,9 @@ from agentrl.core.name_syntax import split_object
 from agentrl.errors import ConfigError, UnknownNameError, UsageError, place, suggest
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+USER_MODULE = "agentrl_user_"
+"""how the names of modules begin that were imported by path"""
 
 
 class Registry:
@@ -78,7 +85,7 @@ class Registry:
                 f"found {where!r} before the ':'"
             )
         try:
-            module = load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = load_file(Path(where)) if where.endswith(".py") else import_module(where)
         except (ImportError, SyntaxError, OSError) as e:
             raise ConfigError(f"{self.kind} {asked!r}: cannot import {where}: {type(e).__name__}: {e}") from e
         except UsageError:
@@ -102,20 +109,102 @@ def load_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.exists():
         raise FileNotFoundError(f"no such file: {path}")
-    name = f"agentrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
+    with _folder_first(path.parent):
+        sys.modules[name] = module
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module by its name, from the working directory too."""
+    if (path := local_file(name)) is not None:
+        return load_file(path)
+    package, folder = name.partition(".")[0], Path.cwd()
+    if package in sys.modules or not (folder / package).is_dir() or importlib.util.find_spec(package) is not None:
+        return importlib.import_module(name)
+    with _folder_first(folder):
+        return importlib.import_module(name)
+
+
+def local_file(name: str) -> Path | None:
+    """Return the file of the module `name` in the working directory; None if there is none, or if another module has that name."""
+    path = Path.cwd() / f"{name}.py"
+    if not name.isidentifier() or name in sys.modules or not path.is_file():
+        return None
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(name)
+    return path if spec is None or (spec.origin and Path(spec.origin).resolve() == path.resolve()) else None
+
+
+_code_folders: set[Path] = set()
+"""folders whose modules user code imports by their bare names"""
+
+
+@contextmanager
+def _folder_first(folder: Path) -> Iterator[None]:
+    """Put a folder first on `sys.path` while its code is imported, and last afterwards, for imports inside functions.
+
+    So modules beside user code come before installed ones of the same name for that code, and after them for everything else. Modules of the
+    same name beside code in another folder are imported again. If the code raises, what it imported from the folder is forgotten.
+    """
+    _forget_namesakes(folder)
+    _code_folders.add(folder)
+    importlib.invalidate_caches()
+    before, entry = set(sys.modules), str(folder)
+    known = entry in sys.path
+    sys.path.insert(0, entry)
+    try:
+        yield
+    except BaseException:
+        for name in set(sys.modules) - before:
+            if name.startswith(USER_MODULE) or folder in _origins(sys.modules[name]):
+                del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(entry)
+        if not known:
+            sys.path.append(entry)
+    for name in sorted(set(sys.modules) - before):
+        if "." not in name and folder in _origins(sys.modules[name]):
+            _warn_if_hidden(name, folder)
+
+
+def _origins(module: ModuleType) -> set[Path]:
+    """The folder from which a module was imported: that of its file, or of its package, and those above."""
+    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
+    return {parent for place in places if isinstance(place, str) for parent in Path(place).parents}
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Let code in `folder` import its own modules, although code in another folder has imported others of the same names."""
+    for name, module in list(sys.modules.items()):
+        others = {f for f in _origins(module) if f in _code_folders} if "." not in name else set()
+        beside = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+        if others and folder not in others and beside and not name.startswith(USER_MODULE):
+            logger.warning(
+                "%s: imports its own %s; %s, imported before, stays with the code that imported it, but imports inside functions get the new one",
+                folder,
+                name,
+                getattr(module, "__file__", None) or name,
+            )
+            for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+
+
+def _warn_if_hidden(name: str, folder: Path) -> None:
+    elsewhere = [p for p in sys.path if Path(p or ".").resolve() != folder]
+    hidden = importlib.machinery.PathFinder.find_spec(name, elsewhere)
+    if hidden is not None and hidden.origin is not None:
+        logger.warning(
+            "%s: its module %s hides the installed %s; rename it if that is not meant", folder, name, hidden.origin
+        )
 
 
 def raised(error: BaseException, file: str) -> str:

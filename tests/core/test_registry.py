@@ -1,11 +1,14 @@
 """Resolution of names, 'module:Object' and files, and the errors of names that cannot be resolved."""
 
+import importlib.util
 import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
 
+from agentrl.config.paths import anchor
+from agentrl.config.settings import Config, EnvSettings
 from agentrl.core import registry as registry_module
 from agentrl.core.registry import Registry, load_file
 from agentrl.env import ENVS, Env
@@ -148,6 +151,107 @@ class TestFiles:
         (tmp_path / "maze.py").mkdir()
         with pytest.raises(ConfigError, match="cannot import"):
             names.resolve(f"{tmp_path}/maze.py:X")
+
+
+MY_ENV = """
+import helper
+from agentrl import Env
+
+class My(Env):
+    value = helper.VALUE
+
+    def late(self):
+        from later import VALUE
+        return VALUE
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Makes folders with an environment and its modules; what they import is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(registry_module, "_code_folders", set())
+    before = set(sys.modules)
+
+    def make(name="two", **modules):
+        made = tmp_path / name
+        made.mkdir()
+        for module, text in {"my_env": MY_ENV, "helper": "VALUE = 1", "later": "VALUE = 2", **modules}.items():
+            path = made / f"{module.replace('__', '/', 1)}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return made
+
+    yield make
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+class TestSeveralFiles:
+    def test_a_file_imports_its_neighbours(self, folder, monkeypatch):
+        made = folder()
+        monkeypatch.chdir(made.parent)
+        my = ENVS.resolve("two/my_env.py")
+        assert (my.value, my().late()) == (1, 2)
+
+    def test_a_module_in_the_working_directory(self, folder, monkeypatch):
+        monkeypatch.chdir(folder())
+        my = ENVS.resolve("my_env:My")
+        assert (my.value, my().late()) == (1, 2)
+        assert ENVS.resolve("my_env:My") is my
+        assert ENVS.resolve("my_env.py:My") is my
+
+    def test_a_package_in_the_working_directory(self, folder, monkeypatch):
+        made = folder(
+            pack____init__="",
+            pack__env=MY_ENV.replace("import helper", "from pack import helper"),
+            pack__helper="VALUE = 3",
+        )
+        monkeypatch.chdir(made)
+        assert ENVS.resolve("pack.env:My").value == 3
+
+    def test_an_installed_module_comes_before_one_of_its_name_in_the_working_directory(
+        self, folder, monkeypatch, names
+    ):
+        monkeypatch.chdir(folder(wave="Wave_read = 0"))
+        assert names.resolve("wave:Wave_read") != 0
+
+    def test_a_package_beside_it(self, folder):
+        made = folder(helper____init__="from helper.part import VALUE", helper__part="VALUE = 4")
+        (made / "helper.py").unlink()
+        assert ENVS.resolve(f"{made}/my_env.py").value == 4
+
+    def test_neighbours_come_first_for_its_own_code_and_last_for_all_other_code(self, folder, caplog):
+        made = folder(my_env=MY_ENV.replace("import helper", "import wave as helper"), wave="VALUE = 5")
+        sys.modules.pop("wave", None)
+        assert ENVS.resolve(f"{made}/my_env.py").value == 5
+        assert sys.path[-1] == str(made)
+        assert "its module wave hides the installed" in caplog.text
+
+    def test_a_neighbour_that_nobody_imports_hides_nothing(self, folder, caplog):
+        sys.modules.pop("colorsys", None)
+        ENVS.resolve(f"{folder(colorsys='VALUE = 5')}/my_env.py")
+        assert "two" not in importlib.util.find_spec("colorsys").origin
+        assert not caplog.text
+
+    def test_neighbours_of_the_same_name_in_two_folders_are_two_modules(self, folder, caplog):
+        one, two = folder("one"), folder("two", helper="VALUE = 6")
+        assert [ENVS.resolve(f"{made}/my_env.py").value for made in (one, two)] == [1, 6]
+        assert f"{two}: imports its own helper" in caplog.text
+
+    def test_a_file_that_fails_is_forgotten_with_its_neighbours(self, folder):
+        made = folder(helper="VALUE = 1 / 0")
+        with pytest.raises(ConfigError, match="ZeroDivisionError"):
+            ENVS.resolve(f"{made}/my_env.py")
+        (made / "helper.py").write_text("VALUE = 7  # mended, and longer than before")
+        assert ENVS.resolve(f"{made}/my_env.py").value == 7
+
+    def test_the_settings_hold_the_path_of_a_module_in_the_working_directory(self, folder, monkeypatch):
+        made = folder()
+        monkeypatch.chdir(made)
+        config = Config(env=EnvSettings(env="my_env:My", reward=("my_env:score=2", "em=1", "helper")))
+        env = anchor(config).env
+        assert (env.env, env.reward) == (f"{made}/my_env.py:My", (f"{made}/my_env.py:score=2", "em=1", "helper"))
 
 
 def test_suggestions_are_names_that_the_module_defines():
