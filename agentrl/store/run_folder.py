@@ -183,4 +183,5 @@ def next_free(parent: Path, name: str) -> Path:
 def recorded_config(recorded: Path) -> Path | None:
     """Return the config.toml of the run that a run folder, a folder of episodes or a file of them belongs to; None: there is none."""
     folders = (recorded, recorded.parent, recorded.parent.parent)
-    return next((folder / "config.toml" for folder in folders if (folder / "config.toml").exists()), None)
+    runs = (folder for folder in folders if (folder / "config.toml").exists() and (folder / "episodes").exists())
+    return next((folder / "config.toml" for folder in runs), None)

@@ -15,7 +15,7 @@ from agentrl.config.settings import field_infos
 from agentrl.core.program_name import command
 from agentrl.errors import ConfigError
 from agentrl.store import read_episodes
-from agentrl.store.run_folder import settings_fingerprint
+from agentrl.store.run_folder import recorded_config, settings_fingerprint
 
 TOY = """
 from agentrl import Env, StepResult, Task, reward
@@ -176,7 +176,7 @@ def test_a_flag_that_sft_does_not_read_is_refused(name):
 
 def test_runs_with_different_models_are_not_mixed_silently(recorded, tmp_path):
     other = tmp_path / "S"
-    other.mkdir()
+    (other / "episodes").mkdir(parents=True)
     (other / "config.toml").write_text(
         '[model]\nhf_checkpoint = "elsewhere"\n[env]\nenv = "toy.py"\n[train]\nlr = 1.0\n'
     )
@@ -185,6 +185,16 @@ def test_runs_with_different_models_are_not_mixed_silently(recorded, tmp_path):
         resolve_trained(args, rest, args.episodes)
     args, rest = layer_of("sft", recorded, other, "--env", "toy.py", "--action-format", "hermes", "--model", "m")
     assert resolve_trained(args, rest, args.episodes).model.hf_checkpoint == "m"
+
+
+def test_a_config_that_no_run_wrote_is_not_taken(tmp_path):
+    (tmp_path / "demos/part0").mkdir(parents=True)
+    (tmp_path / "config.toml").write_text('[model]\nhf_checkpoint = "elsewhere"\n')
+    args, rest = layer_of("sft", tmp_path / "demos/part0", "--model", "m")
+    assert resolve_trained(args, rest, args.episodes).model.hf_checkpoint == "m"
+    assert recorded_config(tmp_path / "demos/part0") is None
+    (tmp_path / "episodes").mkdir()
+    assert recorded_config(tmp_path / "episodes/000000.jsonl.zst") == tmp_path / "config.toml"
 
 
 def test_conversations_are_trained_in_the_form_of_the_model_without_an_environment(model, trainer, tmp_path):
