@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from agentrl.train.megatron.checkpoint_pickles import require_safe
 from agentrl.train.megatron.model import Built
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -35,7 +36,11 @@ def load(built: Built, path: Path) -> int:
     """Read a checkpoint into model, optimizer and random generators; returns its optimizer steps. Called on all ranks.
 
     The generators are left unchanged if the tensor or pipeline parallel size differs from the checkpoint's.
+
+    Raises:
+        StoreError: a pickle in the checkpoint is damaged or could run code.
     """
+    require_safe(path)
     same = tuple(dist_checkpointing.load_common_state_dict(str(path))["layout"]) == _layout()
     generators = {"generators": _sharded_generators()} if same else {}
     with _steps_from_groups(built.optimizer):

@@ -1,0 +1,98 @@
+"""Pickles in a checkpoint that name anything but what torch and numpy write are refused before they are read."""
+
+import io
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from agentrl.errors import StoreError  # noqa: E402
+from agentrl.train.megatron.checkpoint_pickles import require_safe  # noqa: E402
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "run" / "checkpoints" / "000002" / "trainer"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(RECORDED, tmp_path / "trainer")
+    return tmp_path / "trainer"
+
+
+class Runs:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def metadata(folder):
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def test_a_recorded_checkpoint_is_safe(folder):
+    require_safe(folder)
+
+
+def test_metadata_that_runs_code_is_not_read(folder, tmp_path):
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(StoreError, match=r"\.metadata holds a pickle that names .*open, which checkpoints do not hold"):
+        require_safe(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_common_state_that_runs_code_is_not_read(folder, tmp_path, legacy):
+    torch.save(Runs(tmp_path / "ran"), folder / "common.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(StoreError, match=r"common\.pt (holds a pickle that names|is not a file of torch\.save)"):
+        require_safe(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_object_among_the_tensors_that_runs_code_is_not_read(folder, tmp_path):
+    changed = metadata(folder)
+    (index,) = (i for i in changed.storage_data if i.fqn.startswith("generators"))
+    place = changed.storage_data[index]
+    content = saved(Runs(tmp_path / "ran"))
+    file = folder / place.relative_path
+    place.offset, place.length = file.stat().st_size, len(content)
+    file.write_bytes(file.read_bytes() + content)
+    (folder / ".metadata").write_bytes(pickle.dumps(changed))
+    with pytest.raises(StoreError, match=r"object 'generators/.*' holds a pickle that names .*open"):
+        require_safe(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_path_out_of_the_checkpoint_is_refused(folder):
+    changed = metadata(folder)
+    next(iter(changed.storage_data.values())).relative_path = "../../x"
+    (folder / ".metadata").write_bytes(pickle.dumps(changed))
+    with pytest.raises(StoreError, match=r"refers to a file outside the checkpoint: '\.\./\.\./x'"):
+        require_safe(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_pickle_is_an_error(folder, name, share):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(share * len(content))])
+    with pytest.raises(StoreError, match=name):
+        require_safe(folder)
+
+
+def test_a_missing_metadata_file_is_an_error(folder):
+    (folder / ".metadata").unlink()
+    with pytest.raises(StoreError, match=r"\.metadata is damaged: FileNotFoundError"):
+        require_safe(folder)
