@@ -51,13 +51,16 @@ async def _serve(source: Any, port: int) -> None:
 
 
 def decoder(recorded: Path, given: str | None) -> tuple[Decode | None, str]:
-    """The function that decodes tokens; or None and the reason, because a run can be shown without its model."""
+    """The function that decodes tokens; or None and the reason, because a run can be shown without its model.
+
+    Nothing is downloaded for a model that only the run's config.toml names: looking at a folder of others fetches nothing.
+    """
     config = recorded_config(recorded)
     if given is None and config is None:
         return None, "tokens are shown as ids: no config.toml names the model (give --tokenizer DIR)"
     try:
         name = given or build_config(base=read_toml(config or recorded)).model.hf_checkpoint
-        return Tokenizer.load(model_folder(name)).decode, ""
+        return Tokenizer.load(model_folder(name, download=given is not None)).decode, ""
     except UsageError as e:
         if given is not None:
             raise

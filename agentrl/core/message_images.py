@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.plain_files import read_plain_file
 from agentrl.errors import ContractError, StoreError
 
 _CACHE_SIZE = 256
@@ -45,7 +46,7 @@ class Image:
         if isinstance(self._source, bytes):
             return self._source
         try:
-            return (self._source or Path(f"{self.sha256}.png")).read_bytes()
+            return read_plain_file(self._source or Path(f"{self.sha256}.png"))
         except OSError as e:
             raise StoreError(f"the image {self.sha256[:12]}… of an episode cannot be read: {e}") from e
 

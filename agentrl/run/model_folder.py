@@ -19,8 +19,10 @@ def embedded() -> list[str]:
     return sorted([*PACKAGED, *(p.name for p in ASSETS.glob("*") if p.is_dir())])
 
 
-def model_folder(name: str | None) -> Path:
+def model_folder(name: str | None, *, download: bool = True) -> Path:
     """Return the folder of a model. A hub model is downloaded into the cache, and a GGUF file converted into it, once.
+
+    With `download=False` a hub model must be in the cache.
 
     Raises:
         ConfigError: no model is named, or it was not found.
@@ -43,8 +45,11 @@ def model_folder(name: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=not download))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        if not download:
+            raise ConfigError(f"the model {name} is not on this machine; give --tokenizer {name} to download it") from e
         raise ConfigError(
             f"--hf-checkpoint {name}: not a folder, and it cannot be downloaded from the hub: {str(e).splitlines()[0]}"
         ) from e

@@ -11,7 +11,9 @@ import zstandard
 
 from agentrl.core.atomic_write import new_file, sync
 from agentrl.core.message_images import Image, image_parts
+from agentrl.core.plain_files import read_plain_file
 from agentrl.errors import StoreError
+from agentrl.store.zstd import decompress
 from agentrl.types import Trajectory
 
 
@@ -26,6 +28,8 @@ class ImageFolder:
         """Write the images that the folder does not hold yet."""
         for image in images:
             if image.sha256 not in self._written:
+                if not is_hash(image.sha256):
+                    raise StoreError(f"an image cannot be stored under the name {image.sha256!r:.80}: it is not a hash")
                 _write_once(self.folder / f"{image.sha256}.png", image.png)
                 self._written.add(image.sha256)
 
@@ -46,15 +50,21 @@ class Outputs:
             StoreError: its file is damaged.
         """
         file = self._file(sha256)
-        if not re.fullmatch("[0-9a-f]{64}", sha256) or not file.exists():
+        if not is_hash(sha256) or not file.exists():
             return None
         try:
-            return zstandard.ZstdDecompressor().decompress(file.read_bytes()).decode("utf-8", "replace")
-        except (OSError, zstandard.ZstdError) as e:
+            compressed = read_plain_file(file)
+        except OSError as e:
             raise StoreError(f"{file}: the tool output cannot be read: {e}") from e
+        return decompress(compressed, f"{file}: the tool output").decode("utf-8", "replace")
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.txt.zst"
+
+
+def is_hash(name: str) -> bool:
+    """Whether a name is a SHA-256. Names come from records; any other could lead out of the folder."""
+    return re.fullmatch("[0-9a-f]{64}", name) is not None
 
 
 def images_of(trajectory: Trajectory) -> Iterator[Image]:

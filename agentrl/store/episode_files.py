@@ -19,6 +19,7 @@ from agentrl.store.blobs import ImageFolder, Outputs, images_of, sync_blobs
 from agentrl.store.episode_index import index_entry, read_entries, write_entry
 from agentrl.store.episode_record import VERSION, decode, encode, from_record, is_episode, to_record
 from agentrl.store.file_lock import try_lock
+from agentrl.store.zstd import FrameReader
 from agentrl.types import Trajectory
 
 ROTATE_BYTES = 256 << 20
@@ -107,25 +108,20 @@ def frames(file: Path, start: int = 0) -> Iterator[Frame]:
     with file.open("rb") as f:
         f.seek(start)
         offset = position = start
-        rest = b""
+        rest = memoryview(b"")
         while True:
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            parts: list[bytes] = []
-            while not frame.eof:
+            frame = FrameReader(f"{file}: the record at byte {offset}")
+            while not frame.complete:
                 if not rest:
-                    rest = f.read(_CHUNK)
+                    rest = memoryview(f.read(_CHUNK))
                     position += len(rest)
                 if not rest:
                     if position > offset:
                         yield Frame(offset, position - offset, None)
                     return
-                try:
-                    parts.append(frame.decompress(rest))
-                except zstandard.ZstdError as e:
-                    raise StoreError(f"{file}: damaged in the record at byte {offset}: {e}") from e
-                rest = frame.unused_data
+                rest = rest[frame.feed(rest) :]
             end = position - len(rest)
-            yield Frame(offset, end - offset, b"".join(parts))
+            yield Frame(offset, end - offset, frame.content())
             offset = end
 
 

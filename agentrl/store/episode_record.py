@@ -6,6 +6,7 @@ Version 1 held episodes only. Version 2 adds `kind` ('episode' or 'step') and a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -245,6 +246,10 @@ def _read_parts(parts: Iterable[Any], images: Path | None) -> list[Any]:
 
 
 def _image(sha256: str, images: Path | None) -> Image:
+    if not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(
+            f"{sha256!r:.80} is not the hash of an image"
+        )  # as a file name it could lead out of the folder
     return Image(sha256, images / f"{sha256}.png" if images else None)
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
 from agentrl.errors import StoreError, suggest
 from agentrl.store.blobs import Outputs
 from agentrl.store.episode_files import (
@@ -23,6 +21,7 @@ from agentrl.store.episode_files import (
 from agentrl.store.episode_index import IndexEntry, index_entry, read_entries
 from agentrl.store.episode_record import decode
 from agentrl.store.file_lock import is_locked
+from agentrl.store.zstd import decompress
 
 
 @dataclass(slots=True)
@@ -108,10 +107,7 @@ class Recording:
         with file.open("rb") as f:
             f.seek(entry.offset)
             frame = f.read(entry.length)
-        try:
-            line = zstandard.ZstdDecompressor().decompressobj().decompress(frame)
-        except zstandard.ZstdError as e:
-            raise StoreError(f"{file}: damaged in the record at byte {entry.offset}: {e}") from e
+        line = decompress(frame, f"{file}: the record at byte {entry.offset}")
         return decode(line, f"{file}, byte {entry.offset}")
 
     def records(self, entries: list[IndexEntry] | None = None) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from agentrl.core.message_images import Image, image_parts
 from agentrl.store import extra_fields
-from agentrl.store.blobs import Outputs
+from agentrl.store.blobs import Outputs, is_hash
 from agentrl.store.episode_record import token_columns
 
 Decode = Callable[[Sequence[int]], str]
@@ -149,11 +148,11 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
     references = [p["image"] for p in image_parts(messages) if isinstance(p.get("image"), Mapping)]
     references += chain.from_iterable(s.get("images", ()) for s in record["segments"])
     hashes = dict.fromkeys(str(reference.get("sha256")) for reference in references)
-    return [name for name in hashes if re.fullmatch("[0-9a-f]{64}", name)]
+    return [name for name in hashes if is_hash(name)]
 
 
 def _data_url(file: Path) -> str | None:
-    return Image(file.stem, file).url if file.exists() else None
+    return Image(file.stem, file).url if file.is_file() and not file.is_symlink() else None
 
 
 def _outputs(record: Mapping[str, Any], outputs: Outputs) -> Iterator[tuple[str, str]]:

@@ -83,7 +83,7 @@ def empty(path, env):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(newer, "written by a newer agentrl"), (damaged, "damaged in the record at byte 0"), (empty, "holds no episodes")],
+    [(newer, "written by a newer agentrl"), (damaged, "the record at byte 0 is damaged"), (empty, "holds no episodes")],
 )
 async def test_an_unreadable_store_is_one_sentence_and_changes_nothing(ready, tmp_path, capsys, name, damage, message):
     path, env, words = ready
@@ -148,7 +148,7 @@ async def test_a_missing_episode(ready, tmp_path, capsys, name):
         (["rescore", "RUN", *SHORT, "--out", "RUN/config.toml/x"], "config.toml/x cannot be created: Not a directory"),
         (["rescore", "RUN", *SHORT, "--split", "nosuch"], "no episodes of --split nosuch; the run has train"),
         (["view", "RUN", "--tokenizer", "nowhere"], "no such folder"),
-        (["replay", "RUN/config.toml"], "damaged in the record at byte 0"),
+        (["replay", "RUN/config.toml"], "the record at byte 0 is damaged"),
     ],
 )
 async def test_invalid_command_lines(ready, tmp_path, monkeypatch, capsys, words, message):
