@@ -12,6 +12,7 @@ from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
 from agentrl.replay.fork import Branch, fork, table
 from agentrl.run.components import Components
+from agentrl.run.recorded_ids import RecordedIds
 from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.types import Trajectory
 
@@ -42,6 +43,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     entry = recording.entry(args.episode)
     original = from_record(recording.record(entry), recording.images)
     components = Components(resolve_recorded(args, rest), trains=False)
+    RecordedIds(components, args.recorded).check(original)
     seeds = range(args.branch_seed, args.branch_seed + args.branches)
     if entry.version:
         print(

@@ -258,7 +258,7 @@ async def test_on_the_local_engine_every_fork_with_the_same_seed_is_the_original
     from agentrl.run.components import Components
     from agentrl.types import EpisodeSpec
 
-    components = Components(build_config(env_defaults("search_r1"), {"threads": 1}))
+    components = Components(build_config(env_defaults("search_r1"), {"env": "search_r1", "threads": 1}))
     engine = components.engine()
     runner = runner_of(components, "train", engine)
     try:

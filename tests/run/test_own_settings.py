@@ -123,7 +123,7 @@ def test_token_ids_that_the_model_does_not_have_are_refused(recorded, model, tra
     assert not (tmp_path / "B").exists()
 
 
-@pytest.mark.parametrize("command", ["train --train-only R", "sft R"])
+@pytest.mark.parametrize("command", ["train --train-only R", "sft R", "fork R 0-0 --turn 0"])
 def test_token_ids_that_mean_something_else_in_the_model_are_refused(
     recorded, model, trainer, tmp_path, capsys, command
 ):
@@ -134,10 +134,12 @@ def test_token_ids_that_mean_something_else_in_the_model_are_refused(
     vocabulary = text["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(text))
-    assert main([*command.split(), "--run", "A", "--model", "same"]) == 0
+    assert main([*command.split(), "--run", "A", "--model", str(same)]) == 0
     fed = len(trainer.fed)
     capsys.readouterr()
-    assert main([*command.split(), "--run", "B", "--model", "other"]) == 2
+    forks = len(list(recorded.glob("forks/*")))
+    assert main([*command.split(), "--run", "B", "--model", str(other)]) == 2
+    assert len(list(recorded.glob("forks/*"))) == forks
     error = capsys.readouterr().err
     assert f"token id {vocabulary['b']} is 'a' for {model}, with which it was recorded, and 'b' for {other}" in error
     assert len(error.splitlines()) == 1
