@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from agentrl.core.real_number import MAX_MAGNITUDE, real_number
@@ -93,14 +93,27 @@ class Env:
         """Begin an episode. Called once, before `step`. The default returns the task's prompt.
 
         Args:
-            task: the task to play.
-            seed: seed for all random choices of the environment. The same seed must lead to the same episode.
+            task: the task to play; a copy of this episode's own. What rewards need of the episode, `state` returns.
+            seed: seed for all random choices of the environment. The same seed must lead to the same episode. Each episode has another
+                seed, also within a group.
+            group_seed: passed if the override has a parameter of this name. It is the same in all episodes of a group and in their
+                retries. Use it for what the policy is compared on: the board, the secret, the numbers of the exercise.
 
         Returns:
-            The first observation: an `Observation`, a str, or a list of messages. It must not be empty.
+            The first observation: an `Observation`, a str, or a list of messages. It must not be empty. In one group it should be the same
+            in every episode, as advantages compare the episodes of a group.
 
         Raises:
             InfraError: infrastructure failed. The episode is started again, and is not scored.
+
+        Example:
+            >>> from random import Random
+            >>> class Dice(Env):
+            ...     def reset(self, task, *, seed, group_seed):
+            ...         self.random = Random(seed)
+            ...         return f"Guess the next throw after {Random(group_seed).randint(1, 6)}."
+            >>> Dice().reset(Task("0", ""), seed=1, group_seed=0) == Dice().reset(Task("0", ""), seed=2, group_seed=0)
+            True
         """
         return task.messages
 
@@ -233,6 +246,16 @@ def tool_messages(action: Action) -> list[Message]:
         role = {"role": "tool", "name": "error", "tool_call_id": "error"} if messages else {"role": "user"}
         messages.append({**role, "content": text})
     return messages
+
+
+def takes_group_seed(env: Any) -> bool:
+    """True if an environment's `reset` has a parameter `group_seed`."""
+    return "group_seed" in _parameters(type(env).reset)
+
+
+@lru_cache(maxsize=4096)
+def _parameters(method: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(method).parameters)
 
 
 def constructor_is_trivial(make: Callable[[], Env], env_class: type[Env]) -> bool:

@@ -170,9 +170,10 @@ class Scorer:
             RewardFailure: a reward raised, timed out or did not return a number.
         """
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
+        given = _with_own_task(trajectory) if self.single else trajectory
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
-                out = await self.pool.call(r.fn, trajectory, timeout_s=r.timeout_s)
+                out = await self.pool.call(r.fn, given, timeout_s=r.timeout_s)
                 _add(r, out, values, weights)
         return replace(trajectory, rewards=values, weights=weights)
 
@@ -185,7 +186,7 @@ class Scorer:
         scored = list(trajectories)
         for r in self.group:
             with boundary(RewardFailure, f"reward {r.name}"):
-                returned = await self.pool.call(r.fn, list(scored), timeout_s=r.timeout_s)
+                returned = await self.pool.call(r.fn, list(map(_with_own_task, scored)), timeout_s=r.timeout_s)
                 outs = _group_values(r, returned, len(scored))
             for i, out in enumerate(outs):
                 values, weights = dict(scored[i].rewards), dict(scored[i].weights)
@@ -196,6 +197,12 @@ class Scorer:
     def close(self) -> None:
         """Let the pool's idle threads end."""
         self.pool.close()
+
+
+def _with_own_task(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with a copy of its task, which the reward may change."""
+    task = trajectory.task.copy()
+    return trajectory if task is trajectory.task else replace(trajectory, task=task)
 
 
 def _group_values(r: Reward, returned: Any, members: int) -> list[Any]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from itertools import chain
 from typing import Any
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.errors import ContractError, InvariantError, shown
+from agentrl.errors import ContractError, InvariantError, describe, shown
 
+_IMMUTABLE = (str, int, float, bytes, type(None))
 Message = dict[str, Any]
 """A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts); optional: `tool_calls`, `name`, `tool_call_id`."""
 
@@ -119,6 +121,23 @@ class Task:
             if isinstance(self.prompt, str)
             else [dict(m) for m in self.prompt]
         )
+
+    def copy(self) -> Task:
+        """A copy whose prompt, label and metadata user code may change; the task itself if nothing in it can be changed.
+
+        Raises:
+            ContractError: they hold an object that cannot be copied.
+        """
+        if not self.metadata and isinstance(self.prompt, str) and isinstance(self.label, _IMMUTABLE):
+            return self
+        try:
+            prompt, label, metadata = deepcopy((self.prompt, self.label, self.metadata))
+        except Exception as e:
+            raise ContractError(
+                f"task {self.id!r} cannot be copied for each episode: {describe(e)}; "
+                "keep plain data in its label and metadata, and open resources in reset"
+            ) from e
+        return replace(self, prompt=prompt, label=label, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ _CONCURRENT = 8
 """Episodes that run at the same time in the first pass."""
 _MAX_TASKS = 200
 """Tasks of a split that are checked."""
+_GROUPS = 3
+"""Groups of two episodes whose first observations are compared."""
+_FIRST = "the first observation"
 _SETUP_TIMEOUT_S = 300.0
 """Time limit for tasks and the constructor: an environment may build an index first."""
 
@@ -80,6 +83,9 @@ async def check_env(
         await _check_group_rewards(rewards, pairs, findings)
         complete = [t for t in (*concurrent, *alone) if t is not None]
         _check_trajectories(complete, findings)
+        if not any(_first_difference(a, b) == _FIRST for a, b in pairs):
+            other = _Player(env_class, args, (), tools, Findings(), seed)  # its episodes were reported above
+            await _check_groups(other, tasks, episodes, findings)
         report.episodes, report.turns = len(complete), sum(len(t.turns) for t in complete)
         report.scores = [t.score for t in complete if t.status is not Status.FAILED]
         report.reasons = dict(Counter(t.stop_reason.value for t in complete))
@@ -250,7 +256,7 @@ def _check_determinism(pairs: Iterable[tuple[Trajectory, Trajectory]], findings:
 def _first_difference(a: Trajectory, b: Trajectory) -> str | None:
     prompts = [t.segments[0].spans[0].ids if t.segments else () for t in (a, b)]
     if prompts[0] != prompts[1]:
-        return "the first observation"
+        return _FIRST
     for x, y in zip(a.turns, b.turns, strict=False):
         for name in ("observation", "reward", "state_key"):
             if getattr(x, name) != getattr(y, name):
@@ -260,6 +266,22 @@ def _first_difference(a: Trajectory, b: Trajectory) -> str | None:
     if a.stop_reason is not b.stop_reason or len(a.turns) != len(b.turns):
         return "the end of the episode"
     return "the final rewards" if a.rewards != b.rewards else None
+
+
+async def _check_groups(player: _Player, tasks: Sequence[Task], episodes: int, findings: Findings) -> None:
+    """Warn if the first observations of a group differ: its episodes would be compared although they played different games."""
+    for number, task in enumerate(tasks[:_GROUPS]):
+        group, index = episodes + number, 2 * (episodes + 2 * number)
+        members = await player.run([EpisodeSpec(task, group, index), EpisodeSpec(task, group, index + 2)], 1)
+        prompts = [t.segments[0].spans[0].ids for t in members if t is not None and t.segments]
+        if len(prompts) == 2 and prompts[0] != prompts[1]:
+            what = "the first observations of one group differ, although only the seed differs: its episodes play different games"
+            do = (
+                "draw what the policy is compared on from `group_seed`, which is equal in a group: "
+                "def reset(self, task, *, seed, group_seed)"
+            )
+            findings.warning("reset", what, do)
+            return
 
 
 async def _check_group_rewards(

@@ -1,7 +1,8 @@
 """The seed law: the seed of every random draw is derived from its place in the run, never from when it happens.
 
 (run seed, episode index, attempt, agent, turn, generation) -> 63-bit seed. Retries and epochs get new seeds, members of a
-group differ, and neither concurrency nor order of completion changes anything.
+group differ, and neither concurrency nor order of completion changes anything. An environment can also have the seed of its group, from
+(run seed, "group", group index, "env"), which members and retries share.
 """
 
 from __future__ import annotations

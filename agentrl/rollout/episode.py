@@ -21,7 +21,7 @@ from typing import Any
 from agentrl.core.message_images import image_parts, load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams
-from agentrl.env import Env, check_flag, check_reward
+from agentrl.env import Env, check_flag, check_reward, takes_group_seed
 from agentrl.errors import (
     ContractError,
     EngineAbort,
@@ -213,7 +213,10 @@ class Episode:
         runner = self.runner
         await self.instance.create(self.seed)
         self.spec = await load_task_images(self.spec)
-        returned = await self.instance.call("reset", self.spec.task, seed=derive_seed(self.seed, "env"))
+        seeds = {"seed": derive_seed(self.seed, "env")}
+        if takes_group_seed(self.instance.env):
+            seeds["group_seed"] = derive_seed(runner.seed, "group", self.spec.group_index, "env")
+        returned = await self.instance.call("reset", self.spec.task.copy(), **seeds)
         first = await load_images(Observation.of(returned).messages)
         if not first:
             raise ContractError(

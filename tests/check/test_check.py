@@ -63,10 +63,10 @@ class GoodSync(Env):
     def tasks(cls, split):
         return Good.tasks(split)
 
-    def reset(self, task, *, seed):
+    def reset(self, task, *, seed, group_seed):
         self.random = random.Random(seed)
         self.label = task.label
-        return f"{task.prompt} A hint: {self.random.randint(0, self.size)}"
+        return f"{task.prompt} A hint: {random.Random(group_seed).randint(0, self.size)}"
 
     def step(self, action):
         done = action.answer == self.label
@@ -419,3 +419,26 @@ async def test_many_tools_leave_room_for_the_answer():
         tools = [numbered(i) for i in range(9)]
 
     assert max((await check(Many)).scores) == 1.0
+
+
+def _board(seeds):
+    def reset(self, task, *, seed, group_seed):
+        self.random = random.Random(seed)
+        self.label = task.label
+        return f"{task.prompt} Board {seeds(seed, group_seed)}"
+
+    return reset
+
+
+async def test_first_observations_that_differ_in_a_group_are_a_warning():
+    report = await check(broken(reset=_board(lambda seed, group_seed: seed)))
+    assert reports(report, "reset", "the first observations of one group differ", Severity.WARNING), str(report)
+    assert "group_seed" in str(report)
+    assert len(findings_of(report)) == 1
+    assert not findings_of(await check(broken(reset=_board(lambda seed, group_seed: group_seed))))
+
+
+async def test_the_warning_is_not_given_where_nothing_is_deterministic():
+    report = await check(broken(reset=_board(lambda seed, group_seed: next(_counter))))
+    assert reports(report, "determinism", "the first observation")
+    assert not reports(report, "reset", "differ", Severity.WARNING)
