@@ -92,12 +92,13 @@ class Env:
     async def reset(self, task: Task, *, seed: int) -> ObservationLike:
         """Begin an episode. Called once, before `step`. The default returns the task's prompt.
 
+        An override may have one more parameter, `group_seed`: a seed that is the same in all episodes of a group and in their retries. Use it
+        for what the episodes are compared on, such as the board, the secret, or the numbers of an exercise.
+
         Args:
             task: the task to play; a copy of this episode's own. What rewards need of the episode, `state` returns.
             seed: seed for all random choices of the environment. The same seed must lead to the same episode. Each episode has another
                 seed, also within a group.
-            group_seed: passed if the override has a parameter of this name. It is the same in all episodes of a group and in their
-                retries. Use it for what the policy is compared on: the board, the secret, the numbers of the exercise.
 
         Returns:
             The first observation: an `Observation`, a str, or a list of messages. It must not be empty. In one group it should be the same
