@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.errors import ConfigError, EngineFailure
+from agentrl.errors import ConfigError, EngineFailure, shown
 from agentrl.types import FinishReason
+
+MAX_LOG_PROB = 1e-3
+"""Largest log-prob that an engine may return: rounding can lift that of a certain token above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,47 @@ class Engine(Generator, Protocol):
 
     async def close(self) -> None:
         """Stop; idempotent."""
+
+
+def check_generation(generation: object, max_new_tokens: int) -> Generation:
+    """The argument, if it is what `generate` may return: engines are not believed.
+
+    Raises:
+        EngineFailure: the ids are too many or not token ids, or the log-probs are not one finite number of at most 0 for each.
+    """
+    if not isinstance(generation, Generation) or not isinstance(generation.finish_reason, FinishReason):
+        raise EngineFailure(
+            f"the engine returned {type(generation).__name__}, expected a Generation with a FinishReason",
+            "engine: not a generation",
+        )
+    ids, log_probs = generation.ids, generation.log_probs
+    if len(ids) > max_new_tokens:
+        raise EngineFailure(
+            f"requested at most {max_new_tokens} tokens, the engine returned {len(ids)}", "engine: too many tokens"
+        )
+    try:
+        valid = not ids or max(array("I", ids)) < 1 << 31
+    except (OverflowError, TypeError):
+        valid = False
+    if not valid:
+        raise EngineFailure(
+            f"the engine sampled {shown(ids)}, expected ids of at least 0", "engine: ids outside the vocabulary"
+        )
+    if generation.demonstration:
+        return generation
+    if len(log_probs) != len(ids):
+        raise EngineFailure(
+            f"the engine returned {len(ids)} ids and {len(log_probs)} log-probs", "engine: ids and log-probs differ"
+        )
+    try:
+        valid = not log_probs or (isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB)
+    except TypeError:
+        valid = False
+    if not valid:
+        raise EngineFailure(
+            "the engine returned log-probs that are not finite numbers or above 0", "engine: log-probs not finite"
+        )
+    return generation
 
 
 def check_request(ids: Sequence[int], sampling: SamplingParams, context_length: int) -> int:

@@ -228,6 +228,7 @@ class Renderer:
         max_calls: int,
         *,
         context: Sequence[int] | None = None,
+        matched_stop: str | int | None = None,
     ) -> Action:
         """Parse sampled ids into an action.
 
@@ -237,11 +238,13 @@ class Renderer:
             max_calls: Calls beyond this number are surplus.
             context: The ids before them. They show whether the template prefilled text, which some templates do not after a tool's
                 result. None: it did, as after a user's message.
+            matched_stop: The stop that the engine reports. A stop token that only the engine knows ends the turn like those of the template.
 
         Returns:
             The action. Its text includes the prefilled text (an open `<think>`), but no end token.
         """
-        text = self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self._last_ids else ids)
+        ended = bool(ids) and (ids[-1] in self._last_ids or ids[-1] == matched_stop)
+        text = self.tokenizer.decode(ids[:-1] if ended else ids)
         if self.prefill and (context is None or self.tokenizer.decode(context[-_PREFILL_IDS:]).endswith(self.prefill)):
             text = self.prefill + text
         action = self.format.parse(text, finish_reason, max_calls)

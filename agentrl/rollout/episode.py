@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.core.message_images import image_parts, load_images
 from agentrl.core.seeds import derive_seed
-from agentrl.engine.base import Generation, Generator, SamplingParams
+from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation
 from agentrl.env import Env, check_flag, check_reward, takes_group_seed
 from agentrl.errors import (
     ContractError,
@@ -239,23 +239,26 @@ class Episode:
         sampling = self.sampling(room, seed)
         started = time.perf_counter()
         with boundary(EngineFailure, "engine"):
-            generation = await runner.engine.generate(
-                context, sampling, session=self.spec.episode_id, images=self.recorder.images()
+            generation = check_generation(
+                await runner.engine.generate(
+                    context, sampling, session=self.spec.episode_id, images=self.recorder.images()
+                ),
+                room,
             )
         elapsed = time.perf_counter() - started
         crc = self.recorder.crc() if generation.context_crc is None else generation.context_crc
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine aborted the generation", "engine abort")
-        if len(generation.ids) > room:
-            raise EngineFailure(
-                f"requested at most {room} tokens, the engine returned {len(generation.ids)}", "engine: too many tokens"
-            )
         self.timings["generate_s"] += elapsed
         self.demonstration |= generation.demonstration
         with boundary(EngineFailure, "the engine's answer"):
             self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
         action = runner.renderer.parse(
-            generation.ids, generation.finish_reason, runner.limits.max_calls_per_turn, context=context
+            generation.ids,
+            generation.finish_reason,
+            runner.limits.max_calls_per_turn,
+            context=context,
+            matched_stop=generation.matched_stop,
         )
         if not generation.ids:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))

@@ -14,6 +14,7 @@ import numpy as np
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures, failures_of
+from agentrl.engine.sglang.protocol import ids_below
 from agentrl.errors import EngineFailure
 from agentrl.train.base import Row, Trainer
 
@@ -49,6 +50,11 @@ async def probe_ids(fleet: Fleet) -> list[int]:
     for _ in range(PROBE_STARTS):
         start = random.randrange(first.vocab_size or 256)
         runs += [start, *await first.api.greedy([start], PROBE_RUN - 1)]
+    if first.vocab_size is not None and not ids_below(runs, first.vocab_size):
+        raise EngineFailure(
+            f"{first.address} continued the probe with ids outside 0..{first.vocab_size - 1}; is its model the trained one?",
+            "engine: ids outside the vocabulary",
+        )
     return (runs * 2)[: first.context_length - 2]
 
 

@@ -144,11 +144,12 @@ async def test_ids_and_log_probs_must_belong_together(engine, double, monkeypatc
             "finish_reason": {"type": "stop"},
             "output_token_logprobs": [[-1.0, 7, None]],
             "weight_version": "default",
+            "prompt_tokens": 1,
         }
         return web.json_response({"output_ids": [8], "meta_info": meta})
 
     monkeypatch.setattr(double, "generate", wrong)
-    with pytest.raises(EngineFailure, match="differ"):
+    with pytest.raises(EngineFailure, match="ids of output_token_logprobs"):
         await engine.generate([1], FIVE, session="a")
 
 

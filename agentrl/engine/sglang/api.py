@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.engine.sglang.http import HttpClient
-from agentrl.engine.sglang.protocol import ServerFacts
+from agentrl.engine.sglang.protocol import ServerFacts, malformed
 from agentrl.errors import EngineFailure, boundary
 
 QUICK_S = 10.0
@@ -52,14 +52,22 @@ class ServerApi:
         """Read the server's properties.
 
         Raises:
-            EngineFailure: no answer.
+            EngineFailure: no answer, or a malformed one.
         """
         info = await self._http.get("/server_info", timeout_s=min(CONNECT_S, self.timeout_s))
         try:
-            paths = (await self._http.get("/openapi.json", timeout_s=QUICK_S)).get("paths", {})
+            described = await self._http.get("/openapi.json", timeout_s=QUICK_S)
         except EngineFailure:
-            paths = {}
-        self._facts = ServerFacts.read(info, paths)
+            described = {"paths": {}}
+        paths = described.get("paths") if isinstance(described, dict) else None
+        if not isinstance(info, dict):
+            raise malformed(f"{self.address}/server_info", f"expected an object, found {type(info).__name__}")
+        if not isinstance(paths, dict):
+            raise malformed(f"{self.address}/openapi.json", "expected an object with paths")
+        try:
+            self._facts = ServerFacts.read(info, paths)
+        except ValueError as e:
+            raise malformed(f"{self.address}/server_info", e) from e
 
     async def close(self) -> None:
         """Close the connections. The server continues. Idempotent."""
@@ -124,7 +132,10 @@ class ServerApi:
     async def weight_version(self) -> str:
         """The server's name of its weights."""
         info = await self._http.get("/model_info", timeout_s=QUICK_S)
-        return str(info.get("weight_version"))
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        if type(version) not in (str, int):
+            raise malformed(f"{self.address}/model_info", f"weight_version {version!r:.60}; expected a text")
+        return str(version)
 
     async def score(self, ids: Sequence[int], *, timeout_s: float | None = None) -> list[float]:
         """Log-probs of ids[1:] by the current weights. Ends a pause of the server."""
@@ -137,14 +148,20 @@ class ServerApi:
         }
         response = await self.generate(body, timeout_s=timeout_s or self.timeout_s)
         with boundary(EngineFailure, "engine: log-probs of a prompt"):
-            return [float(triple[0]) for triple in response["meta_info"]["input_token_logprobs"][1:]]
+            log_probs = [float(triple[0]) for triple in response["meta_info"]["input_token_logprobs"][1:]]
+        if len(log_probs) != len(ids) - 1:
+            raise malformed(f"{self.address}/generate", f"{len(log_probs)} log-probs of {len(ids) - 1} prompt tokens")
+        return log_probs
 
     async def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """The `count` most likely next ids by the current weights, whatever their version."""
         params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
         response = await self.generate({"input_ids": list(ids), "sampling_params": params}, timeout_s=self.timeout_s)
         with boundary(EngineFailure, "engine: greedy generation"):
-            return [int(i) for i in response["output_ids"]]
+            sampled = [int(i) for i in response["output_ids"]]
+        if len(sampled) != count:
+            raise malformed(f"{self.address}/generate", f"{len(sampled)} output_ids; requested {count}")
+        return sampled
 
     @property
     def checksum_kind(self) -> str:
@@ -156,6 +173,7 @@ class ServerApi:
         if not self.facts.checksums:
             return None
         response = await self.command("/weights_checker", {"action": "checksum"})
-        ranks = response.get("ranks") or [{}]
-        checksums = ranks[0].get("checksums")
-        return dict(checksums) if checksums else None
+        with boundary(EngineFailure, "engine: checksums"):
+            ranks = response.get("ranks") or [{}]
+            checksums = ranks[0].get("checksums")
+            return dict(checksums) if checksums else None

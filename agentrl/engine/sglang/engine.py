@@ -197,7 +197,7 @@ class SGLangEngine:
                     self._count_abort(flight, response)
                     continue
                 check_prompt(response, context, self.address, images=bool(images))
-                part = read_generation(response, self._first_version, self.address)
+                part = read_generation(response, self._first_version, self.address, self.vocab_size)
                 self._check_version(part, flight)
                 parts.append(part)
                 max_new_tokens -= len(part.ids)
@@ -248,7 +248,7 @@ class SGLangEngine:
         Raises:
             EngineAbort: the request must not be sent again.
         """
-        if sampled_tokens(response):
+        if sampled_tokens(response, self.address):
             raise EngineAbort("the generation was aborted while it was in flight", "weight update")
         flight.resends += 1
         if flight.resends > MAX_RESENDS:

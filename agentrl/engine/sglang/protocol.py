@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.engine.base import Generation, SamplingParams
+from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.types import FinishReason
 
@@ -49,11 +49,28 @@ class ServerFacts:
 
     @classmethod
     def read(cls, info: Mapping[str, Any], paths: Mapping[str, Any]) -> ServerFacts:
-        """From the response of /server_info and the paths of /openapi.json. Warns if the version is untested."""
-        version = str(info.get("version", "unknown"))
+        """From the response of /server_info and the paths of /openapi.json. Warns if the version is untested.
+
+        Raises:
+            ValueError: a property has another type than SGLang's.
+        """
+        given: dict[str, Any] = {
+            "version": "unknown",
+            "device": "cuda",
+            "tp_size": 1,
+            "context_length": 0,
+            "max_req_input_len": 0,
+        }
+        given |= {name: info[name] for name in given if info.get(name) is not None}
+        version, device, tp_size, *counts = given.values()
+        if not all(type(text) is str for text in (version, device)):
+            raise ValueError(f"version {version!r:.60}, device {device!r:.60}; expected texts")
+        if not all(type(n) is int and n >= 0 for n in (tp_size, *counts)):
+            raise ValueError(
+                f"tp_size {tp_size!r:.60}, context_length and max_req_input_len {counts!r:.60}; expected counts"
+            )
         warn_if_untested(version)
-        device, tp_size = str(info.get("device") or "cuda"), int(info.get("tp_size") or 1)
-        lengths = [int(n) for n in (info.get("context_length"), info.get("max_req_input_len")) if n]
+        lengths = [n for n in counts if n]
         comparable = "/weights_checker" in paths and tp_size == 1 and not info.get("quantization") and version in TESTED
         return cls(
             version=version,
@@ -119,8 +136,10 @@ def add_images(body: dict[str, Any], images: Sequence[PlacedImage]) -> dict[str,
     return {**body, "input_ids": [*kept, *ids[at:]], "image_data": urls, "return_prompt_token_ids": True}
 
 
-def ids_below(ids: list[int], vocab_size: int) -> bool:
+def ids_below(ids: Sequence[int], vocab_size: int) -> bool:
     """Whether all ids are in a vocabulary of this size."""
+    if not ids:
+        return True
     try:
         return int(np.frombuffer(array("I", ids), np.uint32).max()) < vocab_size
     except (OverflowError, TypeError):  # negative, over 32 bits, or not an integer
@@ -151,15 +170,27 @@ def check_prompt(response: Mapping[str, Any], ids: list[int], address: str, *, i
     )
 
 
+def malformed(where: str, found: object) -> EngineFailure:
+    """The failure for an answer that has another shape than SGLang's. `where`: address and path."""
+    return EngineFailure(f"{where} gave a malformed answer: {found}", "engine: malformed answer")
+
+
 def read_version(text: Any, unnamed: int) -> int:
     """Convert a server's weight version to a policy version. `unnamed` is that of initial weights, whose version is not a number."""
-    return int(text) if str(text).isdigit() else unnamed
+    return int(text) if str(text).isascii() and str(text).isdigit() else unnamed
 
 
-def sampled_tokens(response: Any) -> int:
-    """The number of tokens in a response, also of an aborted request."""
-    meta = response.get("meta_info", {}) if isinstance(response, dict) else {}
-    return max(len(meta.get("output_token_logprobs") or ()), int(meta.get("completion_tokens") or 0))
+def sampled_tokens(response: Any, address: str) -> int:
+    """The number of tokens in a response, also of an aborted request.
+
+    Raises:
+        EngineFailure: the response does not report it.
+    """
+    meta = response["meta_info"]
+    triples, count = meta.get("output_token_logprobs") or [], meta.get("completion_tokens", 0)
+    if not isinstance(triples, list) or type(count) is not int:
+        raise malformed(f"{address}/generate", f"completion_tokens {count!r:.60}")
+    return max(len(triples), count)
 
 
 def read_finish_reason(response: Any, address: str) -> FinishReason:
@@ -171,51 +202,81 @@ def read_finish_reason(response: Any, address: str) -> FinishReason:
     meta = response.get("meta_info") if isinstance(response, dict) else None
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     kind = reason.get("type") if isinstance(reason, dict) else None
-    if kind not in _FINISH_REASONS:
+    if not isinstance(kind, str) or kind not in _FINISH_REASONS:
         raise EngineFailure(
             f"{address}/generate answered without a finish reason: {str(response)[:300]}", "engine: no finish reason"
         )
     return _FINISH_REASONS[kind]
 
 
-def read_generation(response: Mapping[str, Any], unnamed_version: int, address: str) -> Generation:
-    """The response of /generate as a Generation. All loops over tokens run in C.
+def read_generation(
+    response: Mapping[str, Any], unnamed_version: int, address: str, vocab_size: int | None = None
+) -> Generation:
+    """The response of /generate as a Generation. All loops over tokens run in C. `vocab_size`: None if unknown.
 
     Raises:
-        EngineFailure: ids and log-probs do not belong together, or are not numbers.
+        EngineFailure: the response is malformed; ids and log-probs do not belong together, are not numbers, or are outside their range.
         EngineAbort: weights of two versions sampled it.
     """
-    meta = response["meta_info"]
-    if len(meta.get("weight_versions") or ()) > 1:
+    meta, where = response["meta_info"], f"{address}/generate"
+    reason, cached = meta["finish_reason"], meta.get("cached_tokens") or 0
+    versions, version = meta.get("weight_versions") or [], meta.get("weight_version")
+    matched = reason.get("matched") if reason["type"] == "stop" else None
+    if not isinstance(versions, list) or type(version) not in (str, int):
+        raise malformed(where, f"weight_version {version!r:.60}, weight_versions {versions!r:.60}")
+    if type(cached) is not int or not (matched is None or type(matched) in (str, int)):
+        raise malformed(where, f"cached_tokens {cached!r:.60}, matched {matched!r:.60}")
+    if len(versions) > 1:
         raise EngineAbort("the weights changed while the generation was in flight", "weight update")
-    triples = meta.get("output_token_logprobs") or ()
-    log_probs, ids = tuple(zip(*triples, strict=True))[:2] if triples else ((), ())
-    output_ids = response.get("output_ids")
-    if not _INT.issuperset(map(type, ids)):
-        raise EngineFailure(f"{address}/generate returned ids that are not integers", "engine: ids not integers")
-    if output_ids is not None and tuple(output_ids) != ids:
+    ids, log_probs = _read_tokens(response, where)
+    if not ids_below(ids, 1 << 31 if vocab_size is None else vocab_size):
+        bound = "non-negative 32-bit integers" if vocab_size is None else f"0..{vocab_size - 1}"
         raise EngineFailure(
-            f"{address}/generate: output_ids ({len(output_ids)}) and the ids of output_token_logprobs ({len(ids)}) differ",
-            "engine: ids and log-probs differ",
+            f"{where} sampled the ids {min(ids)} to {max(ids)}, expected {bound}; is the server's model the trained one?",
+            "engine: ids outside the vocabulary",
         )
     if len(_SHARED_INTS) > _MAX_SHARED_INTS:
         _SHARED_INTS.clear()
-    ids = tuple(map(_SHARED_INTS.setdefault, ids, ids))
-    if not _FLOAT.issuperset(map(type, log_probs)):
-        log_probs = tuple([math.nan if p is None else float(p) for p in log_probs])
-    if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= 1e-3):
-        raise EngineFailure(
-            f"{address}/generate returned log-probs that are not finite or above 0", "engine: log-probs not finite"
-        )
-    reason = meta["finish_reason"]
     return Generation(
-        ids=ids,
+        ids=tuple(map(_SHARED_INTS.setdefault, ids, ids)),
         log_probs=log_probs,
         finish_reason=_FINISH_REASONS[reason["type"]],
-        matched_stop=reason.get("matched") if reason["type"] == "stop" else None,
-        policy_version=read_version(meta.get("weight_version"), unnamed_version),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
+        matched_stop=matched,
+        policy_version=read_version(version, unnamed_version),
+        cached_tokens=cached,
     )
+
+
+def _read_tokens(response: Mapping[str, Any], where: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Sampled ids and their log-probs."""
+    meta = response["meta_info"]
+    triples, count = meta.get("output_token_logprobs") or [], meta.get("completion_tokens")
+    output_ids = response.get("output_ids")
+    if not (output_ids is None or isinstance(output_ids, list)) or not isinstance(triples, list):
+        raise malformed(where, "output_ids or output_token_logprobs is not a list")
+    try:
+        log_probs, ids = tuple(zip(*triples, strict=True))[:2] if triples else ((), ())
+    except (TypeError, ValueError) as e:
+        raise malformed(where, "output_token_logprobs does not consist of (log-prob, id, text)") from e
+    if not _INT.issuperset(map(type, ids)):
+        raise EngineFailure(f"{where} returned ids that are not integers", "engine: ids not integers")
+    if output_ids is not None and tuple(output_ids) != ids:
+        raise EngineFailure(
+            f"{where}: output_ids ({len(output_ids)}) and the ids of output_token_logprobs ({len(ids)}) differ",
+            "engine: ids and log-probs differ",
+        )
+    if type(count) is not int or count != len(ids):
+        raise EngineFailure(
+            f"{where} returned {len(ids)} ids with log-probs, completion_tokens is {count!r:.60}",
+            "engine: completion_tokens differ",
+        )
+    if not _FLOAT.issuperset(map(type, log_probs)):
+        log_probs = tuple([float(p) if type(p) in (int, float) else math.nan for p in log_probs])
+    if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
+        raise EngineFailure(
+            f"{where} returned log-probs that are not finite or above 0", "engine: log-probs not finite"
+        )
+    return ids, log_probs
 
 
 def must_continue(part: Generation, sampling: SamplingParams) -> bool:

@@ -33,7 +33,7 @@ def _servers_behind(address: str) -> list[str]:
     except (httpx.HTTPError, ValueError):
         return [address]
     workers = content.get("workers") if isinstance(content, dict) else None
-    if not isinstance(workers, list):
+    if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):
         return [address]
     # a server with several ranks is listed once for each, with @RANK at the end
     urls = [re.sub(r"@\d+$", "", str(worker.get("url", ""))).rstrip("/") for worker in workers]
