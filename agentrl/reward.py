@@ -164,11 +164,13 @@ class Scorer:
         self.pool = TimeoutPool("reward", threads=threads)
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the components of all single rewards.
+        """The trajectory with the components of all single rewards; unchanged if it was not `played`.
 
         Raises:
             RewardFailure: a reward raised, timed out or did not return a number.
         """
+        if not trajectory.played:
+            return trajectory
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
         given = _with_own_task(trajectory) if self.single else trajectory
         for r in self.single:
@@ -178,17 +180,19 @@ class Scorer:
         return replace(trajectory, rewards=values, weights=weights)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with the components of all group rewards.
+        """The trajectories with the components of all group rewards; those that were not `played` are not offered to them.
 
         Raises:
             RewardFailure: as in `score`, or a reward did not return one value per trajectory.
         """
         scored = list(trajectories)
-        for r in self.group:
+        played = [i for i, t in enumerate(scored) if t.played]
+        for r in self.group if played else ():
             with boundary(RewardFailure, f"reward {r.name}"):
-                returned = await self.pool.call(r.fn, list(map(_with_own_task, scored)), timeout_s=r.timeout_s)
-                outs = _group_values(r, returned, len(scored))
-            for i, out in enumerate(outs):
+                given = [_with_own_task(scored[i]) for i in played]
+                returned = await self.pool.call(r.fn, given, timeout_s=r.timeout_s)
+                outs = _group_values(r, returned, len(played))
+            for i, out in zip(played, outs, strict=True):
                 values, weights = dict(scored[i].rewards), dict(scored[i].weights)
                 _add(r, out, values, weights)
                 scored[i] = replace(scored[i], rewards=values, weights=weights)

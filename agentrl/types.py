@@ -447,6 +447,11 @@ class Trajectory:
         return self.stop_reason.status
 
     @property
+    def played(self) -> bool:
+        """False if the episode's time was over before the policy sampled a token; rewards are not called for it."""
+        return self.stop_reason is not StopReason.EPISODE_TIMEOUT or self.sampled_tokens > 0
+
+    @property
     def label(self) -> Any:
         """The task's label."""
         return self.task.label

@@ -8,13 +8,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from doubles import play, trajectory
+from doubles import PROMPT, SAMPLED, play, span, trajectory
 from echo import Echo
 
 from agentrl import Env, StepResult
 from agentrl.core.timeout_pool import pure
 from agentrl.errors import ConfigError, ContractError, InfraError, RewardFailure, UnknownNameError
 from agentrl.reward import REWARDS, Reward, Scorer, resolve_rewards, reward
+from agentrl.rollout.failures import CauseTable
+from agentrl.run.metrics import rollout_metrics
+from agentrl.types import Group, StopReason
 
 
 async def score(*fns, t=None, **more):
@@ -362,3 +365,21 @@ async def test_an_exception_whose_str_raises_is_an_ordinary_failure(hermes):
     for method in ("reset", "step", "state", "close"):
         t = await play(type("Broken", (Echo,), {method: fails}), ["x"], hermes, env_args={"ends": 1})
         assert f"env {method} raised MuteError" in t.detail
+
+
+async def test_an_episode_whose_time_was_over_before_the_first_token_is_not_offered_to_rewards():
+    early = trajectory([[span(PROMPT, [1, 2])]], index=0, reason=StopReason.EPISODE_TIMEOUT)
+    late = trajectory([[span(SAMPLED, [1, 2])]], index=1, reason=StopReason.EPISODE_TIMEOUT)
+    done = trajectory([[span(SAMPLED, [1, 2, 3])]], index=2)
+    assert [t.played for t in (early, late, done)] == [False, True, True]
+
+    def shortest(ts):
+        lengths = [t.sampled_tokens for t in ts]
+        return [float(n == min(lengths)) for n in lengths]
+
+    scorer = Scorer([Reward(shortest, "shortest", group=True), Reward(lambda t: 1.0, "one")])
+    scored = [await scorer.score(t) for t in await scorer.score_group([early, late, done])]
+    assert [t.rewards for t in scored] == [{}, {"shortest": 1.0, "one": 1.0}, {"shortest": 0.0, "one": 1.0}]
+    assert [t.rewards for t in await scorer.score_group([early])] == [{}]
+    scorer.close()
+    assert rollout_metrics([Group(0, done.task, tuple(scored))], CauseTable(), 0)["reward"] == 1.5

@@ -70,6 +70,8 @@ _STOP_REASONS: Mapping[type[Failure], StopReason] = {
     RewardFailure: StopReason.REWARD_FAILURE,
 }
 
+_SPENT = {"generate_s": "generations", "tools_s": "tool calls", "env_s": "steps"}
+
 ExecuteTools = Callable[[Mapping[str, ToolSpec], Action], Awaitable[Action]]
 RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | None]]
 
@@ -165,6 +167,8 @@ class Episode:
         self.invalid_actions = 0
         self.instance = EnvInstance(runner.make_env, runner.env_class, runner.pools)
         self.demonstration = False
+        self.activity = "reset"
+        """what the episode is doing, for the cause of a timeout"""
         self.release_failure: Failure | UsageError | None = None
         self.timings: dict[str, float] = {"generate_s": 0.0, "tools_s": 0.0, "env_s": 0.0}
 
@@ -190,11 +194,14 @@ class Episode:
             room, bound = self.room()
             if room <= 0:
                 return bound
+            self.activity = "generation"
             draft, generation = await self.generate(room)
             if generation.finish_reason is FinishReason.LENGTH:
                 return bound
             if draft.action.calls:
+                self.activity = "tool calls"
                 await self.use_tools(draft)
+            self.activity = "step"
             stop = await self.step(draft)
             if stop is None and self.runner.renderer.is_placeholder(generation.ids):
                 stop = (
@@ -204,6 +211,7 @@ class Episode:
                 return stop
             if draft.index + 1 >= self.runner.limits.max_turns:
                 return StopReason.MAX_TURNS
+            self.activity = "context"
             stop = await self.observe(draft)
             if stop is not None:
                 return stop
@@ -396,6 +404,14 @@ class Episode:
         generated = span.provenance in (Provenance.SAMPLED, Provenance.DEMONSTRATION)
         return span.ids if generated and span.turn == draft.index else ()
 
+    def timeout_detail(self) -> str:
+        """How the time of an episode that timed out was spent."""
+        spent = ", ".join(f"{self.timings[key]:.1f} s in {name}" for key, name in _SPENT.items())
+        return (
+            f"not finished after {self.runner.limits.episode_timeout_s:g} s (--episode-timeout-s), during {self.activity}, "
+            f"with {len(self.turns)} turns played: {spent}"
+        )
+
     def end_turn(self) -> None:
         if self.draft is not None:
             self.turns.append(self.draft.complete())
@@ -409,6 +425,8 @@ class Episode:
         if failure or closing:
             cause = cause_of(failure) if failure else f"while closing: {cause_of(closing)}" if closing else None
             detail = str(failure or closing)
+        elif reason is StopReason.EPISODE_TIMEOUT:
+            cause, detail = f"during {self.activity}", self.timeout_detail()
         elif reason is StopReason.CONTEXT_FULL and not self.turns:
             limit = self.runner.limits.context_length
             detail = f"the first prompt takes {self.prompt_length} tokens and leaves no room in a context of {limit}"

@@ -41,7 +41,7 @@ def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int
     if not episodes:
         return metrics
     metrics |= {
-        "reward": fmean(t.score for t in episodes),
+        "reward": _mean_score(episodes),
         "turns": fmean(len(t.turns) for t in episodes),
         "sampled_tokens": fmean(t.sampled_tokens for t in episodes),
         "total_tokens": fmean(sum(len(s) for s in t.segments) for t in episodes),
@@ -72,7 +72,7 @@ def eval_metrics(name: str, groups: Sequence[Group], group_by: Sequence[str] = (
     if not episodes:
         return {}
     k = max(len(g.trajectories) for g in groups)
-    metrics = {"reward": fmean(t.score for t in episodes)}
+    metrics = {"reward": _mean_score(episodes)}
     metrics |= {"questions": float(len(groups)), "episodes": float(len(episodes))}
     metrics |= component_means(episodes)
     metrics |= {f"abstained/{component}": count for component, count in abstentions(episodes).items()}
@@ -85,6 +85,12 @@ def eval_metrics(name: str, groups: Sequence[Group], group_by: Sequence[str] = (
                 scores.setdefault(str(t.task.metadata[key]), []).append(t.score)
         metrics |= {f"reward_{key}{value}": fmean(group) for value, group in sorted(scores.items())}
     return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
+
+
+def _mean_score(episodes: Sequence[Trajectory]) -> float:
+    """Mean score of the episodes that were played; 0 if there is none."""
+    scores = [t.score for t in episodes if t.played]
+    return fmean(scores) if scores else 0.0
 
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -331,19 +331,21 @@ async def _never(request):
 
 
 @pytest.mark.parametrize(
-    ("env", "args", "script"),
+    ("env", "args", "script", "during"),
     [
-        (AsyncEcho, {"slow": 60.0}, ["x"]),
-        (Echo, {}, _never),
-        (Slow, {}, ["x"]),
-        (StuckTool, {}, [call("stuck")]),
+        (AsyncEcho, {"slow": 60.0}, ["x"], "reset"),
+        (Echo, {}, _never, "generation"),
+        (Slow, {}, ["x"], "step"),
+        (StuckTool, {}, [call("stuck")], "tool calls"),
     ],
     ids=["reset", "generate", "step", "tool"],
 )
-async def test_order_the_time_limit_ends_the_episode_at_any_moment(hermes, env, args, script):
+async def test_order_the_time_limit_ends_the_episode_at_any_moment(hermes, env, args, script, during):
     engine = FakeGenerator(hermes, script)
     t = await play(env, engine, hermes, env_args=args, episode_timeout_s=0.1)
-    assert (t.stop_reason, t.status, t.cause) == (StopReason.EPISODE_TIMEOUT, Status.TRUNCATED, None)
+    assert (t.stop_reason, t.status, t.cause) == (StopReason.EPISODE_TIMEOUT, Status.TRUNCATED, f"during {during}")
+    assert t.detail.startswith(f"not finished after 0.1 s (--episode-timeout-s), during {during}, with ")
+    assert "s in generations, " in t.detail
     assert [e.closed for e in Echo.made] == [1]
     assert engine.released == ["0-0"]
     assert engine.running == 0
