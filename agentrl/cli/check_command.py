@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from agentrl.cli.common import Commands
+from agentrl.cli.common import Commands, print_now
 from agentrl.cli.foreign_flags import parse_value
 from agentrl.env import check_env_args, make_env_class
 from agentrl.errors import ConfigError, suggest
@@ -35,5 +35,5 @@ def run_check(args: argparse.Namespace, rest: list[str]) -> int:
     env_args = {name: parse_value(value) for name, _, value in pairs}
     check_env_args(env_class, env_args)
     report = asyncio.run(check_env(env_class, env_args, episodes=args.episodes, seed=args.seed))
-    print(report)
+    print_now(report)
     return 0 if report.ok else 1

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from agentrl.cli.flags import add_flags
+from agentrl.core.terminal_text import printable
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
@@ -86,36 +89,76 @@ def require_no_more(rest: Sequence[str]) -> None:
         raise ConfigError(f"unexpected {rest[0]!r}")
 
 
-def print_now(text: str) -> None:
-    """Print without buffering, also into a pipe."""
-    print(text, flush=True)
+def print_now(text: object, file: TextIO | None = None) -> None:
+    """Print without buffering, also into a pipe. Control characters are made visible: the text may come from a policy or a server.
+
+    Characters that the terminal's encoding lacks are printed as escapes.
+    """
+    file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    print(printable(text).encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
+
+
+STOP_TIMEOUT_S = 120.0
+"""How long closing may take after the first SIGINT or SIGTERM."""
+LEFTOVER_TIMEOUT_S = 10.0
+"""How long tasks that a finished job left behind may take to end."""
 
 
 def run_job(job: Coroutine[Any, Any, Any]) -> None:
-    """Run a job to its end. SIGTERM stops it as Ctrl-C does: it closes everything and reports how the run continues.
+    """Run a job to its end.
+
+    The first SIGINT or SIGTERM stops it: it closes everything and reports how the run continues. The second ends the process at once, as does
+    a job that is not closed after `STOP_TIMEOUT_S`, for example because a coroutine of the user swallows its cancellation. Child processes
+    end with this one.
 
     Raises:
         KeyboardInterrupt: The job was stopped.
     """
-    stopped = False
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(job)
+    stopping: list[threading.Timer] = []
 
-    async def until_stopped() -> None:
-        def stop() -> None:
-            nonlocal stopped
-            stopped = True
-            task.cancel()
+    def stop(number: int, frame: object) -> None:
+        if stopping:
+            _end_now("stopped at the second signal, without closing")
+        late = f"stopped without closing, which took more than {STOP_TIMEOUT_S:g} s; a tool or environment may ignore its cancellation"
+        stopping.append(threading.Timer(STOP_TIMEOUT_S, _end_now, [late]))
+        stopping[0].daemon = True
+        stopping[0].start()
+        loop.call_soon_threadsafe(task.cancel)
 
-        task = asyncio.ensure_future(job)
-        if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-        await task
-
+    main_thread = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)} if main_thread else {}
     try:
-        asyncio.run(until_stopped())
+        loop.run_until_complete(task)
     except asyncio.CancelledError:
-        if not stopped:
+        if not stopping:
             raise
         raise KeyboardInterrupt from None
+    finally:
+        _cancel_leftovers(loop)
+        for timer in stopping:
+            timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        loop.close()
+
+
+def _cancel_leftovers(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel the tasks that a job left behind, and wait for them, but not without end."""
+    leftovers = asyncio.all_tasks(loop)
+    for task in leftovers:
+        task.cancel()
+    if leftovers:
+        loop.run_until_complete(asyncio.wait(leftovers, timeout=LEFTOVER_TIMEOUT_S))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+def _end_now(reason: str) -> NoReturn:
+    """End the process without waiting for anything; what was recorded is on disk."""
+    os.write(2, f"agentrl: {reason}\n".encode())
+    os._exit(130)
 
 
 def runner_of(components: Components, split: str, engine: Any = None) -> EpisodeRunner:
@@ -135,5 +178,5 @@ def print_note(recording: Recording, unwritten: str = "") -> bool:
     """
     if recording.note:
         left_alone = f"; {unwritten} is not changed" if recording.being_written and unwritten else ""
-        print(f"{recording.note}{left_alone}")
+        print_now(f"{recording.note}{left_alone}")
     return recording.being_written

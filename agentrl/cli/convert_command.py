@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.cli.common import Commands, require_no_more
+from agentrl.cli.common import Commands, print_now, require_no_more
 from agentrl.errors import ConfigError
 
 
@@ -22,5 +22,5 @@ def run_convert(args: argparse.Namespace, rest: list[str]) -> int:
     require_no_more(rest)
     if args.folder.exists():
         raise ConfigError(f"{args.folder} already exists; choose a new folder")
-    print(convert_gguf(args.gguf, args.folder))
+    print_now(convert_gguf(args.gguf, args.folder))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.cli.common import Commands, print_note, require_no_more
+from agentrl.cli.common import Commands, print_note, print_now, require_no_more
 from agentrl.cli.view_command import TOKENIZER_HELP, decoder
 from agentrl.errors import ConfigError
 from agentrl.store import Recording
@@ -34,7 +34,7 @@ def run_export(args: argparse.Namespace, rest: list[str]) -> int:
     target = args.parquet or args.hf_dataset
     rows = write(target, recording.records())
     print_note(recording)
-    print(f"{target}: {rows} rows (one per segment) of {len(recording.episodes)} episodes")
+    print_now(f"{target}: {rows} rows (one per segment) of {len(recording.episodes)} episodes")
     return 0
 
 
@@ -55,5 +55,5 @@ def _export_page(args: argparse.Namespace, recording: Recording) -> int:
     )
     args.html.write_text(html_of(detail | {"note": note}), encoding="utf-8")
     print_note(recording)
-    print(f"{args.html}: {args.html.stat().st_size:,} bytes")
+    print_now(f"{args.html}: {args.html.stat().st_size:,} bytes")
     return 0

@@ -7,7 +7,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from agentrl.cli.common import Commands, print_note, runner_of
+from agentrl.cli.common import Commands, print_note, print_now, runner_of
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
 from agentrl.replay.fork import Branch, fork, table
@@ -46,7 +46,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     RecordedIds(components, args.recorded).check(original)
     seeds = range(args.branch_seed, args.branch_seed + args.branches)
     if entry.version:
-        print(
+        print_now(
             f"note: the episode was sampled with weights of version {entry.version}; "
             f"the branches use {components.folder} (give --hf-checkpoint for others)"
         )
@@ -55,7 +55,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
         args.recorded if args.recorded.is_dir() else args.recorded.parent, original.episode_id, args.turn
     )
     write(out, branches, original, args)
-    print(f"{table(original, branches)}\n\nrecorded in {out}")
+    print_now(f"{table(original, branches)}\n\nrecorded in {out}")
     print_note(recording)
     return 0
 

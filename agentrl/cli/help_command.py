@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from agentrl.cli.common import Commands, require_no_more
+from agentrl.cli.common import Commands, print_now, require_no_more
 from agentrl.cli.flag_advice import REFUSED, SAME, advice
 from agentrl.cli.flags import default_text, flag_names, metavar, setting
 from agentrl.cli.foreign_flags import not_a_flag
@@ -26,7 +26,7 @@ def run_help(commands: Commands, words: list[str]) -> int:
     if words[0] in commands.parsers:
         commands.parsers[words[0]].print_help()
         return 0
-    print(explain(words[0].lstrip("-").partition("=")[0].replace("_", "-"), commands))
+    print_now(explain(words[0].lstrip("-").partition("=")[0].replace("_", "-"), commands))
     return 0
 
 

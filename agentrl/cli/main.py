@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from agentrl import __version__
-from agentrl.cli.common import Commands, HelpFormatter
+from agentrl.cli.common import Commands, HelpFormatter, print_now
 from agentrl.cli.flags import BASIC, complete_switches
 from agentrl.cli.foreign_flags import own_names, split_unknown
 from agentrl.config import FIELDS
@@ -19,6 +21,18 @@ from agentrl.run.run_log import warnings_on_stderr
 
 _COMMANDS = "train rollout eval sft check replay rescore fork view export tokens convert help".split()
 """Command NAME is the module NAME_command, which adds it to the parser."""
+
+
+_RESOURCES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close other programs",
+    errno.EROFS: "choose a folder that can be written",
+    errno.ENOENT: "it is needed until the command ends; was it deleted meanwhile?",
+}
+"""Errors of the machine, and what the user can do about them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,13 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings_on_stderr():
             status: int = args.run_command(args, rest)
     except (UsageError, StoreError) as e:
-        print(f"{name}: {e}", file=sys.stderr)
+        print_now(f"{name}: {e}", sys.stderr)
         return 2
     except AgentRLError as e:
-        print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
+        print_now(f"{name}: {type(e).__name__}: {e}", sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as e:
+        if e.errno not in _RESOURCES:
+            raise
+        place = f" ({e.filename})" if e.filename else ""
+        print_now(
+            f"{name}: {e.strerror}{place}; {_RESOURCES[e.errno]}; what was written before is complete", sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print_now(f"{name}: interrupted", sys.stderr)
         return 130
     return status
 

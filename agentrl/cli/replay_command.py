@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from agentrl.cli.common import Commands, chosen_entries, print_note, runner_of
+from agentrl.cli.common import Commands, chosen_entries, print_note, print_now, runner_of
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import ReplayJob, replay_entries
@@ -67,7 +67,7 @@ def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     seconds = time.perf_counter() - started
     original = rollout_seconds(args.recorded)
     compared = f"; the run spent {original:.1f} s on rollouts and evaluations" if original else ""
-    print(f"{tally}\n\n{seconds:.1f} s{compared}")
+    print_now(f"{tally}\n\n{seconds:.1f} s{compared}")
     whole_run = not (args.out or args.episodes) and (args.recorded / "config.toml").exists()
     being_written = print_note(recording, RESULT if whole_run else "")
     out = args.out or (args.recorded / RESULT if whole_run and not being_written else None)

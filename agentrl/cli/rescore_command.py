@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.cli.common import Commands, print_note
+from agentrl.cli.common import Commands, print_note, print_now
 from agentrl.cli.resolve import resolve_recorded
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
@@ -60,7 +60,7 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
         scorer.close()
         if writer is not None:
             writer.close()
-    print(change)
+    print_now(change)
     is_run = (args.recorded / "config.toml").exists()
     if not print_note(recording, RESULT if is_run else "") and is_run:
         (args.recorded / RESULT).write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))

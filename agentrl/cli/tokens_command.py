@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.cli.common import Commands
+from agentrl.cli.common import Commands, print_now
 from agentrl.errors import ConfigError
 
 
@@ -39,5 +39,5 @@ def run_tokens(args: argparse.Namespace, rest: list[str]) -> int:
         history=args.history_policy,
         width=args.width,
     )
-    print(report)
+    print_now(report)
     return 0

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from agentrl.cli.common import Commands, require_no_more
+from agentrl.cli.common import Commands, print_now, require_no_more
 from agentrl.config import build_config, read_toml
 from agentrl.errors import ConfigError, UsageError
 from agentrl.render import Tokenizer
@@ -42,7 +42,7 @@ async def _serve(source: Any, port: int) -> None:
     from agentrl.view.page_server import start
 
     runner, port = await start(source, port)
-    print(f"{source.path}: http://127.0.0.1:{port}/  (stop with Ctrl-C)", flush=True)
+    print_now(f"{source.path}: http://127.0.0.1:{port}/  (stop with Ctrl-C)")
     stop = asyncio.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from agentrl.core.terminal_text import printable
+
 Echo = Callable[[str], None]
 """shows a message to the user"""
 
@@ -23,7 +25,7 @@ class RunLog:
         self._echo, self._level = echo, level.upper()
         self._level_before = _package.level
         self._file = logging.FileHandler(folder / "run.log", encoding="utf-8", delay=True)
-        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._file.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def echo(self, message: str) -> None:
         """Show a message to the user and log it."""
@@ -44,13 +46,21 @@ class RunLog:
         self._file.close()
 
 
+class _Printable(logging.Formatter):
+    """Makes control characters visible."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return printable(super().format(record))
+
+
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
     """Show the package's warnings on stderr; errors end the command, which prints them as one sentence."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.addFilter(lambda record: record.levelno < logging.ERROR)
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(_Printable("%(levelname)s: %(message)s"))
     _package.addHandler(handler)
     try:
         yield

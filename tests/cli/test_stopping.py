@@ -1,0 +1,102 @@
+"""The first signal closes, the second ends at once, and every stop has a bound."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = """
+import asyncio, sys, time
+from agentrl.cli import common
+common.STOP_TIMEOUT_S, common.LEFTOVER_TIMEOUT_S = float(sys.argv[2]), 0.2
+
+async def swallows():
+    while True:
+        try:
+            print("ready", flush=True)
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            print("swallowed", flush=True)
+
+async def blocks():
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.05)
+
+async def closes():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(3600)
+    finally:
+        print("closed", flush=True)
+
+async def leaves_a_task():
+    task = asyncio.create_task(swallows())
+    await asyncio.sleep(0.1)
+
+try:
+    common.run_job(globals()[sys.argv[1]]())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(130)
+print("done", flush=True)
+"""
+
+
+def start(job, bound_s):
+    words = [sys.executable, "-c", JOB, job, str(bound_s)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_closes(sign):
+    process = start("closes", 60)
+    process.send_signal(sign)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (130, "closed\ninterrupted\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["swallows", "blocks"])
+def test_the_second_signal_ends_at_once(job):
+    process = start(job, 60)
+    process.send_signal(signal.SIGINT)
+    if job == "swallows":
+        assert process.stdout.readline() == "swallowed\n"
+    else:
+        time.sleep(0.5)  # equal signals that are pending become one
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "agentrl: stopped at the second signal, without closing\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["swallows", "blocks"])
+def test_a_job_that_ignores_the_signal_is_ended_after_the_bound(job):
+    process = start(job, 0.5)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "stopped without closing, which took more than 0.5 s" in err
+
+
+@pytest.mark.slow
+def test_a_finished_job_does_not_wait_for_a_task_that_swallows_its_cancellation():
+    process = start("leaves_a_task", 60)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out.splitlines()[-1] == "done"
+
+
+def test_every_command_prints_through_the_filter():
+    folder = Path(__file__).parents[2] / "agentrl" / "cli"
+    bare = [
+        p.name for p in folder.glob("*.py") for line in p.read_text().splitlines() if line.lstrip().startswith("print(")
+    ]
+    assert bare == ["common.py"], "print_now makes control characters visible"
