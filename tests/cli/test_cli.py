@@ -221,10 +221,10 @@ def test_run_folder_exists(here, model, capsys, words):
 @pytest.mark.parametrize(
     ("state", "config", "resumable"),
     [
-        ('{"recorded": false}', True, True),
-        ('{"recorded": true}', True, False),
+        ('{"step": 3, "recorded": false}', True, True),
+        ('{"step": 3, "recorded": true}', True, False),
         ("{", True, False),
-        ("{}", False, False),
+        ('{"step": 3}', False, False),
     ],
     ids=["training", "train-only", "damaged", "no settings"],
 )
