@@ -6,25 +6,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures, failures_of
 from agentrl.errors import EngineFailure
+from agentrl.store.file_lock import is_locked, try_lock
 from agentrl.train.base import Receiver, Trainer
 from agentrl.weight_sync.verify import Expected, compare, expected_weights, probe_ids
 
 MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 1 << 30
 TIMEOUT_S = 300.0
+UNLOCKED_S = 3600.0
+_PREFIX, _LOCK = "agentrl-weights-", "lock"
 COPIES = 4
 """Free shared memory required, in sizes of the model: a sync and a recovery may each write one copy, in float32 of a bfloat16 model."""
 
@@ -34,13 +39,36 @@ def memory_for(size: int) -> Path | None:
     return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > COPIES * size else None
 
 
+def new_weights_folder(parent: Path) -> tuple[Path, BinaryIO]:
+    """Create a folder for weights, and return it with its open lock file. Those of processes that were killed are removed first.
+
+    A folder belongs to a living process as long as its lock is held. One without a lock file is being created, or was left by an older
+    agentrl; it is removed after `UNLOCKED_S`.
+    """
+    for other in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = other / _LOCK
+            status = other.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            left = not is_locked(lock) if lock.exists() else time.time() - status.st_mtime > UNLOCKED_S
+        except OSError:
+            continue  # another start removed it
+        if left:
+            shutil.rmtree(other, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    file = (folder / _LOCK).open("wb")
+    try_lock(file)
+    return folder, file
+
+
 class WeightSync:
     """Brings the trainer's weights to one engine. A sync is: pause, update, resume."""
 
     def __init__(self, engine: Engine, folder: Path | None = None) -> None:
         """`folder`: where weight folders are written; None: the system's temporary folder."""
         self.engine = engine
-        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=folder))
+        self.folder, self._lock = new_weights_folder(folder or Path(tempfile.gettempdir()))
         self.seconds: dict[str, float] = {}
         """duration of each part of the last sync"""
         self.difference: float | None = None
@@ -101,6 +129,7 @@ class WeightSync:
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
 
 class FleetSync(WeightSync):
