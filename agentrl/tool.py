@@ -256,9 +256,8 @@ def _build(fn: Callable[..., Any], name: str, bound: bool) -> ToolSpec:
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
                 raise ContractError(f"tool {name}: the policy passes arguments by name; parameter {str(p)!r} has none")
             # under generated names, since pydantic reserves some ('_x', 'json', 'model_config')
-            field_info = Field(
-                ... if p.default is p.empty else p.default, alias=p.name, description=about.get(p.name) or None
-            )
+            given: dict[str, Any] = {"description": about[p.name]} if about.get(p.name) else {}  # else that of the hint
+            field_info = Field(... if p.default is p.empty else p.default, alias=p.name, **given)
             fields[f"p{len(fields)}"] = (hints.get(p.name, Any), field_info)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema()

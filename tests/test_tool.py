@@ -102,10 +102,26 @@ def test_nested_models_annotations_and_enums():
 
     spec = spec_of(weather)
     assert spec.parameters["properties"]["place"] == {"$ref": "#/$defs/Place"}
-    assert spec.parameters["properties"]["days"]["maximum"] == 7
+    assert spec.parameters["properties"]["days"] == {
+        "type": "integer", "minimum": 1, "maximum": 7, "default": 1, "description": "ahead",
+    }  # fmt: skip
     assert spec.arguments({"place": {"name": "Oslo"}}) == {"place": Place(name="Oslo"), "days": 1}
     with pytest.raises(ValueError, match=r"place\.name: Field required; days"):
         spec.arguments({"place": {}, "days": 9})
+
+
+def test_the_args_section_goes_before_the_hints_description():
+    def forecast(
+        days: Annotated[int, Field(description="of the hint")], place: Annotated[str, Field(description="where")]
+    ):
+        """Forecast.
+
+        Args:
+            days: days ahead
+        """
+
+    described = {k: p["description"] for k, p in spec_of(forecast).parameters["properties"].items()}
+    assert described == {"days": "days ahead", "place": "where"}
 
 
 def test_names_that_pydantic_keeps_for_itself():

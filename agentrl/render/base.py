@@ -50,6 +50,10 @@ class ActionFormat(Protocol):
         """Whether the chat template receives the tools' schemas."""
 
     @property
+    def text_values(self) -> bool:
+        """Whether arguments are written as text, so that only the tool's schema tells `5` from `"5"`."""
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Special tokens of the format itself, which stay tokens when the policy's turn is rendered again."""
 

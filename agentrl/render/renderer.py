@@ -20,6 +20,7 @@ from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Piec
 from agentrl.render.chat_template import ChatTemplate
 from agentrl.render.delta_proof import HISTORY_KINDS, DeltaProof, DeltaProver, history_kind
 from agentrl.render.delta_template import DeltaTemplate, merged, split_provenance
+from agentrl.render.formats.text_values import decode_calls
 from agentrl.render.images import Images
 from agentrl.render.injection_guard import InjectionGuard
 from agentrl.render.message_shape import shape_of
@@ -229,6 +230,7 @@ class Renderer:
         *,
         context: Sequence[int] | None = None,
         matched_stop: str | int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Action:
         """Parse sampled ids into an action.
 
@@ -239,6 +241,7 @@ class Renderer:
             context: The ids before them. They show whether the template prefilled text, which some templates do not after a tool's
                 result. None: it did, as after a user's message.
             matched_stop: The stop that the engine reports. A stop token that only the engine knows ends the turn like those of the template.
+            tools: The schemas given to `prompt`. Arguments that the format writes as text are decoded by them; those of other tools stay text.
 
         Returns:
             The action. Its text includes the prefilled text (an open `<think>`), but no end token.
@@ -248,6 +251,8 @@ class Renderer:
         if self.prefill and (context is None or self.tokenizer.decode(context[-_PREFILL_IDS:]).endswith(self.prefill)):
             text = self.prefill + text
         action = self.format.parse(text, finish_reason, max_calls)
+        if self.format.text_values and action.calls:
+            action = decode_calls(action, tools)
         if self._surplus == "error" or all(e.kind != "surplus" for e in action.errors):
             return action
         if self._surplus == "refuse":

@@ -165,7 +165,7 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Sequen
         if message is not None:
             context = [i for _, ids in pieces for i in ids]
             history, sampled = [*history, *turn], renderer.encode_turn(message)
-            turn = [renderer.message(renderer.parse(sampled, FinishReason.STOP, 64, context=context))]
+            turn = [renderer.message(renderer.parse(sampled, FinishReason.STOP, 64, context=context, tools=tools))]
             yield from _piece_lines(renderer, ((Provenance.SAMPLED, sampled),), width)
 
 

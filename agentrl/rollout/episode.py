@@ -267,6 +267,7 @@ class Episode:
             runner.limits.max_calls_per_turn,
             context=context,
             matched_stop=generation.matched_stop,
+            tools=self.tool_schemas(),
         )
         if not generation.ids:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))

@@ -8,6 +8,7 @@ from doubles import call, play
 from echo import OBSERVED, Echo
 
 from agentrl import Tool, ToolEnv, tool
+from agentrl.render import make_renderer
 from agentrl.store import exactness_violations
 from agentrl.types import StopReason
 
@@ -33,6 +34,24 @@ class Calculator(ToolEnv):
 async def played(reply, hermes, **more):
     Calculator.calls = 0
     return await play(Calculator, [reply, "<answer>done</answer>"], hermes, **more)
+
+
+class Adder(ToolEnv):
+    @tool
+    def add(self, items: list[int], note: str | None = "none") -> str:
+        """Add."""
+        return f"{sum(items)} {note!r}"
+
+
+async def test_arguments_written_as_text_are_decoded_by_the_tools_schema(tokenizer):
+    def parameter(key, value):
+        return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+    inside = parameter("items", "[1, 2, 3]") + parameter("note", "null")
+    reply = f"<tool_call>\n<function=add>\n{inside}</function>\n</tool_call>"
+    t = await play(Adder, [reply, "done"], make_renderer(tokenizer, "qwen3_coder"))
+    assert t.turns[0].action.calls[0].arguments == {"items": [1, 2, 3], "note": None}
+    assert [r.content for r in t.turns[0].action.results] == ["6 None"]
 
 
 async def test_case_13_a_call_inside_thinking_is_not_made(hermes):

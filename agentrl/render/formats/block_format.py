@@ -1,5 +1,7 @@
 """What most action formats share: a generation is thinking, call blocks between two markers, and visible text.
 
+Markers inside the strings and values of a well-formed call are text: they neither end the call nor begin another, nor are they thinking.
+
 Parsing is total: any text gives an Action. Errors in the markup have kind 'structure', errors inside a call 'content', calls over the limit
 'surplus'. Calls inside thinking are not calls, also when the `<think>` itself is not part of the text (a lone `</think>` closes all that
 precedes it).
@@ -11,12 +13,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 
 from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_MAX_MARKS = 256
+"""marks of the format inside one value; the limit keeps the reading of any text linear"""
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
@@ -31,6 +36,9 @@ class BlockFormat:
     stop: tuple[str, ...] = ()
     inline: bool = False
     needs_tools: bool = True
+    text_values: bool = False
+    value_closing: str = ""
+    """the mark after a value that is text; where one follows a block, the call in that block was cut off inside a value"""
     wrappers: tuple[str, ...] = ()
     """markers around blocks, without a meaning of their own"""
     markers: tuple[str, ...] = ()
@@ -38,6 +46,10 @@ class BlockFormat:
     def read_block(self, body: str) -> list[ParsedCall]:
         """The calls in one block."""
         raise NotImplementedError
+
+    def body_end(self, text: str, at: int) -> int:
+        """Where a block's content ends if it begins at `at` and is well-formed, else `at`: the closing marker is looked for from there on."""
+        return at
 
     def read_unmarked(self, visible: str) -> list[ParsedCall]:
         """The calls in a text that has no blocks."""
@@ -50,11 +62,22 @@ class BlockFormat:
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
         """See `ActionFormat.parse`."""
         cut = finish_reason is FinishReason.LENGTH
+        bare = [] if cut else self._bare_calls(text)
+        if bare:
+            return self.action(text, finish_reason, bare, max_calls, None)
         scan = BlockScan(self, text, cut)
         calls = scan.calls
         if not calls and not cut:
             calls = self.read_unmarked(scan.visible)
         return self.action(text, finish_reason, calls, max_calls, answer_in(scan.visible))
+
+    def _bare_calls(self, text: str) -> list[ParsedCall]:
+        """The calls of a text that consists of them, apart from a thought before them; [] if anything is wrong with it."""
+        for call_text in (text, text.partition(THINK_CLOSE)[2]):
+            calls = self.read_unmarked(call_text) if call_text else []
+            if calls and not any(isinstance(c, ParseError) for c in calls):
+                return calls
+        return []
 
     def action(
         self, text: str, finish_reason: FinishReason, calls: Iterable[ParsedCall], max_calls: int, answer: str | None
@@ -80,10 +103,10 @@ class BlockFormat:
 
     def structured_message(self, action: Action) -> Message:
         """See `ActionFormat.structured_message`."""
-        message: Message = {"role": "assistant", "content": BlockScan(self, action.text, cut=True).visible.strip()}
-        thought = action.text.partition(THINK_OPEN)[2].partition(THINK_CLOSE)[0].strip()
-        if thought:
-            message["reasoning_content"] = thought
+        scan = BlockScan(self, action.text, cut=True)
+        message: Message = {"role": "assistant", "content": scan.visible.strip()}
+        if scan.thought:
+            message["reasoning_content"] = scan.thought
         return {**message, "tool_calls": as_tool_calls(action)} if action.calls else message
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
@@ -92,7 +115,10 @@ class BlockFormat:
 
 
 class BlockScan:
-    """One generation, scanned. `calls` are all parsed calls and errors in order, `visible` is everything except thinking and calls."""
+    """One generation, scanned.
+
+    `calls` are all parsed calls and errors in order, `visible` is everything except thinking and calls, `thought` the first thinking.
+    """
 
     def __init__(self, fmt: BlockFormat, text: str, cut: bool) -> None:
         """`cut`: the text ended because of its length, so an unfinished block is not an error."""
@@ -100,8 +126,10 @@ class BlockScan:
         self._format = fmt
         self._cut = cut
         self._visible: list[str] = []
+        self._thoughts: list[str] = []
         self._scan(text)
         self.visible = "".join(self._visible)
+        self.thought = self._thoughts[0].strip() if self._thoughts else ""
         for marker in fmt.wrappers:
             self.visible = self.visible.replace(marker, "")
 
@@ -115,19 +143,22 @@ class BlockScan:
                 self._discard()
             elif match.group() == THINK_OPEN:
                 end = text.find(THINK_CLOSE, at)
+                self._thoughts.append(text[at:] if end < 0 else text[at:end])
                 if end < 0:
                     return
                 at = end + len(THINK_CLOSE)
             elif closing is None:
                 self._end_block(text[at:], closed=True, at_end=True)
-                break
+                return
             else:
-                end = text.find(closing, at)
+                end = text.find(closing, self._format.body_end(text, at))
                 if end < 0:
                     self._end_block(text[at:], closed=False, at_end=True)
                     return
+                calls_before = len(self.calls)
                 self._end_block(text[at:end], closed=True, at_end=False)
                 at = end + len(closing)
+                self._check_rest(text[at:], calls_before)
         self._visible.append(text[at:])
 
     def _end_block(self, body: str, *, closed: bool, at_end: bool) -> None:
@@ -150,6 +181,13 @@ class BlockScan:
         elif not cut:
             self.calls.append(self._not_closed(body))
 
+    def _check_rest(self, rest: str, calls_before: int) -> None:
+        """Refuse the calls of a block if what follows shows that one of their values went on."""
+        closing = self._format.value_closing
+        if closing and closing in rest.partition(self._format.opening)[0] and self.calls[calls_before:]:
+            message = f"{closing} after the end of the call: a value holds marks of the call format"
+            self.calls[calls_before:] = [ParseError("structure", message, rest)]
+
     def _drop_unfinished(self, body: str) -> None:
         """Drop a block that another block or the end of thinking interrupted."""
         if THINK_CLOSE in body:
@@ -171,6 +209,26 @@ class BlockScan:
 def _marker_pattern(opening: str) -> re.Pattern[str]:
     """Finds where something other than visible text begins."""
     return re.compile("|".join(map(re.escape, (THINK_OPEN, THINK_CLOSE, opening))))
+
+
+def value_end(text: str, at: int, mark: re.Pattern[str], continuation: re.Pattern[str]) -> int:
+    """Where the closing mark of a value that begins at `at` is. -1: nowhere.
+
+    Args:
+        text: The generation.
+        at: Where the value begins.
+        mark: Finds the marks round values; group 1 matches those that open. Marks in pairs inside the value belong to it.
+        continuation: Matches what follows the closing mark of a value.
+    """
+    depth = 0
+    for m in islice(mark.finditer(text, at), _MAX_MARKS):
+        if m.group(1):
+            depth += 1
+        elif depth:
+            depth -= 1
+        elif continuation.match(text, m.end()):
+            return m.start()
+    return -1
 
 
 def surplus_error(max_calls: int, label: str, text: str) -> ParseError:

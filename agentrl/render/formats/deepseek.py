@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat
-from agentrl.render.formats.json_calls import ParsedCall, read_arguments
+from agentrl.render.formats.json_calls import ParsedCall, json_end, read_arguments
 from agentrl.types import ParseError
 
 _SEPARATOR = "<｜tool▁sep｜>"
+_HEAD = re.compile(rf"[^<\n]*{_SEPARATOR}(?:[^\n]*\n\s*```(?:json)?\n)?")
 _FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
 
 
@@ -26,6 +27,10 @@ class DeepSeekFormat(BlockFormat):
     closing: str | None = "<｜tool▁call▁end｜>"
     wrappers: tuple[str, ...] = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     markers: tuple[str, ...] = (*wrappers, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _SEPARATOR)
+
+    def body_end(self, text: str, at: int) -> int:
+        head = _HEAD.match(text, at)
+        return (json_end(text, head.end()) if head else None) or at
 
     def read_block(self, body: str) -> list[ParsedCall]:
         first, separator, rest = body.partition(_SEPARATOR)

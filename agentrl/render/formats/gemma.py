@@ -7,7 +7,6 @@ messages of one side are joined.
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +14,13 @@ from typing import Any
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat
-from agentrl.render.formats.json_calls import ParsedCall, check_arguments
+from agentrl.render.formats.json_calls import ParsedCall, as_json, check_arguments
 from agentrl.types import Message, ParseError
 
 _CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(.*\)\s*\]", re.DOTALL)
 _MAX_CHARACTERS = 100_000
+_MAX_FENCES = 16
+"""closing marks inside strings that are looked past"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class PythonicFormat(BlockFormat):
     name: str = "pythonic"
     opening: str = "```tool_code\n"
     closing: str | None = "```"
+
+    def body_end(self, text: str, at: int) -> int:
+        end = at
+        for _ in range(_MAX_FENCES):
+            end = text.find("```", end)
+            if end < 0:
+                break
+            if not any(isinstance(c, ParseError) for c in self.read_block(text[at:end])):
+                return end
+            end += 1
+        return at
 
     def read_block(self, body: str) -> list[ParsedCall]:
         text = body.strip()
@@ -61,23 +73,11 @@ def _read_call(node: ast.expr, body: str) -> ParsedCall:
     ):
         return ParseError("structure", "expected a call with keyword arguments", body)
     try:
-        arguments: dict[str, Any] = {str(k.arg): _as_json(ast.literal_eval(k.value)) for k in node.keywords}
+        arguments: dict[str, Any] = {str(k.arg): as_json(ast.literal_eval(k.value)) for k in node.keywords}
         name = ast.unparse(node.func)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return ParseError("content", "an argument is not a literal", body)
     return check_arguments(name, arguments, body)
-
-
-def _as_json(value: Any) -> Any:
-    """The literal with lists for tuples, and text for keys that are numbers or constants. Other values without a JSON form remain."""
-    if isinstance(value, (list, tuple)):
-        return [_as_json(v) for v in value]
-    if isinstance(value, dict):
-        return {
-            json.dumps(k) if k is None or isinstance(k, (bool, int, float)) else k: _as_json(v)
-            for k, v in value.items()
-        }
-    return value
 
 
 def alternate_turns(messages: Sequence[Message]) -> list[Message]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat, answer_in
-from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls, read_arguments
+from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls, json_end, read_arguments
 from agentrl.types import Action, FinishReason, Message, ParseError
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
+_START = "<|start|>"
 _END = re.compile(r"<\|(?:end|call|return)\|>")
 
 
@@ -42,7 +43,7 @@ class HarmonyFormat(BlockFormat):
     """A turn is a sequence of messages `<|channel|>NAME<|message|>BODY<|end|><|start|>assistant…`; one with a recipient is a call."""
 
     name: str = "gpt_oss"
-    opening: str = "<|start|>"
+    opening: str = _START
 
     def parse(self, text: str, finish_reason: FinishReason, max_calls: int) -> Action:
         """See `ActionFormat.parse`. Calls are taken from every channel but `analysis`, the answer from `final`."""
@@ -77,10 +78,22 @@ class HarmonyFormat(BlockFormat):
 
 def _split_messages(text: str) -> Iterator[_HarmonyMessage]:
     """The messages of a turn; the first header begins after `<|start|>assistant`."""
-    for part in text.split("<|start|>"):
-        header, separator, body = part.partition("<|message|>")
-        if header.strip() or separator:
-            yield _HarmonyMessage(header, _END.split(body)[0] if separator else None)
+    at = 0
+    while at >= 0:
+        start = text.find(_START, at)
+        header, separator, _ = (text[at:] if start < 0 else text[at:start]).partition("<|message|>")
+        if not separator:
+            if header.strip():
+                yield _HarmonyMessage(header, None)
+        else:
+            begin = at + len(header) + len(separator)
+            end = begin
+            if _RECIPIENT.search(header):  # its body is JSON, in whose strings markers are text
+                end = json_end(text, begin) or begin
+            start = text.find(_START, end)
+            rest = text[end:] if start < 0 else text[end:start]
+            yield _HarmonyMessage(header, text[begin:end] + _END.split(rest)[0])
+        at = start + len(_START) if start >= 0 else -1
 
 
 FAMILY = Family(

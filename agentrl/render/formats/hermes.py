@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat
-from agentrl.render.formats.json_calls import ParsedCall, read_call
+from agentrl.render.formats.json_calls import ParsedCall, json_end, read_call
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class HermesFormat(BlockFormat):
     opening: str = "<tool_call>"
     closing: str | None = "</tool_call>"
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+
+    def body_end(self, text: str, at: int) -> int:
+        return json_end(text, at) or at
 
     def read_block(self, body: str) -> list[ParsedCall]:
         return [read_call(body)]

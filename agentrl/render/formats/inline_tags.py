@@ -23,6 +23,7 @@ class TagFormat:
     answer_tag: str = "answer"
     inline: bool = True
     needs_tools: bool = False
+    text_values: bool = False
     markers: tuple[str, ...] = ()
 
     @property
@@ -44,13 +45,13 @@ class TagFormat:
             if tag == self.answer_tag:
                 return Action(text, tuple(calls), tuple(errors), finish_reason, answer=body)
             tool, argument = self.calls[tag]
-            if len(calls) >= max_calls:
-                errors.append(surplus_error(max_calls, body, block))
-            elif not body:
+            if not body:
                 errors.append(ParseError("content", f"<{tag}> is empty", block))
             elif SURROGATE.search(body):
                 flaw = f"<{tag}> holds half of a surrogate pair, which is no character"
                 errors.append(ParseError("content", flaw, block))
+            elif len(calls) >= max_calls:
+                errors.append(surplus_error(max_calls, body, block))
             else:
                 calls.append(ToolCall(tool, {argument: body}, f"call_{len(calls)}"))
         if not calls and not errors and finish_reason is not FinishReason.LENGTH:

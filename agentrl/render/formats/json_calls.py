@@ -108,6 +108,33 @@ def read_separated_calls(text: str, separator: str) -> list[ParsedCall]:
     return calls or [ParseError("structure", "expected a call, found nothing", text)]
 
 
+def json_end(text: str, at: int) -> int | None:
+    """The end of the JSON object or string that begins at `at`, after spaces. None: there is no whole one."""
+    at = _skip_spaces(text, at)
+    if text[at : at + 1] not in ("{", '"'):
+        return None
+    try:
+        return _PREFIX_DECODER.raw_decode(text, at)[1]
+    except (RecursionError, ValueError):
+        return None
+
+
+def as_json(value: Any) -> Any:
+    """A Python literal with lists for tuples, and text for keys that are numbers or constants. Other values without a JSON form remain."""
+    if isinstance(value, (list, tuple)):
+        return [as_json(v) for v in value]
+    if isinstance(value, dict):
+        return {
+            json.dumps(k) if k is None or isinstance(k, (bool, int, float)) else k: as_json(v) for k, v in value.items()
+        }
+    return value
+
+
+def is_writable(value: Any) -> bool:
+    """Whether a value can be an argument of a call."""
+    return _depth(value) < MAX_DEPTH and _unwritable(value) is None
+
+
 def _skip_spaces(text: str, at: int) -> int:
     while at < len(text) and text[at] in " \t\r\n":
         at += 1

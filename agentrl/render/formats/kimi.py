@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from agentrl.render.base import Family
 from agentrl.render.formats.block_format import BlockFormat
-from agentrl.render.formats.json_calls import ParsedCall, read_arguments
+from agentrl.render.formats.json_calls import ParsedCall, json_end, read_arguments
 from agentrl.types import ParseError
 
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _ID = re.compile(r"(?:functions\.)?([\w.\-]+):\d+")
+_HEAD = re.compile(r"\s*[\w.\-]+:\d+\s*" + re.escape(_ARGUMENTS))
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class KimiFormat(BlockFormat):
     closing: str | None = "<|tool_call_end|>"
     wrappers: tuple[str, ...] = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     markers: tuple[str, ...] = (*wrappers, "<|tool_call_begin|>", "<|tool_call_end|>", _ARGUMENTS)
+
+    def body_end(self, text: str, at: int) -> int:
+        head = _HEAD.match(text, at)
+        return (json_end(text, head.end()) if head else None) or at
 
     def read_block(self, body: str) -> list[ParsedCall]:
         call_id, separator, arguments = body.partition(_ARGUMENTS)

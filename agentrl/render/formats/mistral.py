@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.render.base import Family
-from agentrl.render.formats.block_format import BlockFormat, without_thinking
-from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls, check_call, read_arguments, read_json
+from agentrl.render.formats.block_format import BlockFormat, BlockScan
+from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls, check_call, json_end, read_arguments, read_json
 from agentrl.types import Action, Message, ParseError
 
 _ARGS = "[ARGS]"
@@ -26,14 +26,24 @@ class MistralFormat(BlockFormat):
     opening: str = "[TOOL_CALLS]"
 
     def read_block(self, body: str) -> list[ParsedCall]:
-        if _ARGS in body:
-            return [_read_named(part) for part in body.split(self.opening)]
         value = read_json(body)
         if isinstance(value, ParseError):
-            return [value]
+            return [_read_named(part) for part in self._split_named(body)] if _ARGS in body else [value]
         if value == []:
             return [ParseError("structure", "the list of calls is empty", body)]
         return [check_call(v, body) for v in (value if isinstance(value, list) else [value])]
+
+    def _split_named(self, body: str) -> list[str]:
+        """The calls of the notation with names: each ends at the next marker after its arguments."""
+        parts, at = [], 0
+        while at >= 0:
+            arguments = body.find(_ARGS, at) + len(_ARGS)
+            begin = body.find(self.opening, at)
+            if arguments >= len(_ARGS) and not 0 <= begin < arguments:
+                begin = body.find(self.opening, json_end(body, arguments) or arguments)
+            parts.append(body[at:begin] if begin >= 0 else body[at:])
+            at = begin + len(self.opening) if begin >= 0 else -1
+        return parts
 
     def default_call_id(self, index: int) -> str:
         return f"call{index:05d}"
@@ -42,7 +52,7 @@ class MistralFormat(BlockFormat):
         """Calls in a field, so that the template can pair them with their results."""
         if not action.calls:
             return self.message(action)
-        content = without_thinking(action.text).partition(self.opening)[0]
+        content = BlockScan(self, action.text, cut=True).visible
         return {"role": "assistant", "content": content, "tool_calls": as_tool_calls(action)}
 
 
