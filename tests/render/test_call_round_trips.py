@@ -191,6 +191,16 @@ def test_schemas_that_name_themselves_end():
     assert decode_text("5", False) == decode_text("5", None) == "5"
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [None, [], "x", {"properties": []}, {"properties": {"x": "y"}, "required": 5}, {"properties": {"x": {"anyOf": 1}}}],
+)
+def test_a_schema_that_is_none_raises_nothing(parameters):
+    tool = {"type": "function", "function": {"name": "g", "parameters": parameters}}
+    ((name, arguments),) = calls_of(parse("glm4", WRITERS["glm4"]([("g", {"x": "word"})]), [tool]))
+    assert (name, arguments) == ("g", {"x": "word"})
+
+
 def test_without_schemas_values_stay_text():
     text = WRITERS["glm4"]([("g", {"x": "[1]"})])
     assert calls_of(parse("glm4", text, [spec_of(f).schema])) == [("g", {"x": "[1]"})]

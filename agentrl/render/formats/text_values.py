@@ -44,7 +44,8 @@ def decode_calls(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
 def _decode_call(call: ToolCall, schema: Any) -> ToolCall:
     if not isinstance(schema, Mapping):
         return call
-    properties, others = schema.get("properties") or {}, schema.get("additionalProperties")
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    properties = properties if isinstance(properties, Mapping) else {}
     decoded = {
         key: decode_text(value, properties.get(key, others), schema) if isinstance(value, str) else value
         for key, value in call.arguments.items()
