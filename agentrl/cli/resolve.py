@@ -12,6 +12,7 @@ from pathlib import Path
 from agentrl.cli.flags import flag_names, read_flags
 from agentrl.config import FIELDS, Config, Layer, build_config, read_toml
 from agentrl.config.paths import anchor
+from agentrl.data.row_files import SUFFIXES, data_suffix
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
@@ -60,7 +61,9 @@ def resolve_trained(args: argparse.Namespace, rest: Sequence[str], sources: Sequ
     """
     file, flags = _given(args, rest)
     recorded = {
-        source: read_toml(path) for source in sources if source.suffix != ".jsonl" and (path := recorded_config(source))
+        source: read_toml(path)
+        for source in sources
+        if data_suffix(source) not in SUFFIXES and (path := recorded_config(source))
     }
     if not recorded:
         return resolve(args, rest)

@@ -12,7 +12,9 @@ from agentrl.cli.resolve import resolve_trained
 def add_parser(commands: Commands) -> None:
     about = "train on recorded episodes or on conversations, with the loss masks of RL training"
     parser = commands.add("sft", run_sft, about, words="EPISODES [EPISODES ...]")
-    kinds = "folders of recorded episodes, or JSONL files of conversations (key messages)"
+    kinds = (
+        "folders of recorded episodes, or data sets of conversations: files, folders, patterns, hub ids (key messages)"
+    )
     parser.add_argument("episodes", type=Path, nargs="+", metavar="EPISODES", help=kinds)
 
 

@@ -127,13 +127,13 @@ class DataSettings:
     """Tasks."""
 
     prompt_data: Annotated[str | None, "PATH"] = None
-    """JSONL or Parquet file of tasks (default: the environment's tasks)
+    """tasks: a JSONL, JSON, CSV or Parquet file (also .gz), a folder or pattern of them, or a hub id (default: the environment's tasks)
 
     `PATH@[a:b]` takes the rows from a to b, as a slice in Python."""
     input_key: Annotated[str | None, "NAME"] = None
-    """column of the prompt, which is text or messages (default: the environment's, usually prompt)"""
+    """column of the prompt, which is text or messages; a.b is key b inside column a (default: the environment's, usually prompt)"""
     label_key: Annotated[str | None, "NAME"] = None
-    """column of the label (default: the environment's, usually label)"""
+    """column of the label; a.b is key b inside column a (default: the environment's, usually label)"""
     apply_chat_template: Annotated[bool, AfterValidator(_chat_template)] = True
     """prompts always use the model's chat template; false is refused"""
     rollout_shuffle: bool = True
@@ -284,7 +284,8 @@ class EvalSettings:
     eval_prompt_data: Annotated[tuple[str, ...], "NAME PATH"] = ()
     """evaluation sets, as pairs of name and data file (default: the environment's split 'test')
 
-    With --prompt-data there is no default set; `agentrl eval` then evaluates on that data."""
+    NAME:input_key=COLUMN,label_key=COLUMN gives a set its own columns. With --prompt-data there is no default set; `agentrl eval` then
+    evaluates on that data."""
     n_samples_per_eval_prompt: Annotated[int, Field(ge=1)] = 1
     """episodes per evaluation task"""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0

@@ -2,45 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.data_files import json_rows
-from agentrl.errors import DataError
+from agentrl.data.message_form import normal_messages, normal_tools
+from agentrl.data.row_files import Row, read_rows
+from agentrl.errors import DataError, UsageError
 from agentrl.render import Renderer
 from agentrl.rollout.recorder import Recorder
 from agentrl.types import Action, Message, Provenance, StopReason, Task, Trajectory, Turn
 
+_NAMED = 5
+"""lines that are named of each kind in a count"""
 
-def read_conversations(path: Path, renderer: Renderer, max_tokens: int) -> Iterator[Trajectory]:
-    """Yield the conversations of a JSONL file with rows {"messages": […], "tools": […]} (tools are optional).
 
-    A conversation longer than `max_tokens` is truncated after the last turn that fits.
+@dataclass
+class Census:
+    """What became of the conversations of a data set."""
+
+    read: int = 0
+    cut: list[str] = field(default_factory=list)
+    """the rows cut after the last turn that fits"""
+    left_out: list[str] = field(default_factory=list)
+    """the rows of which not even the first assistant's turn fits"""
+    without_reasoning: list[str] = field(default_factory=list)
+    """the rows whose reasoning is not trained, as the model's header closes the thought"""
+
+    def lines(self, source: str, max_tokens: int) -> list[str]:
+        """The counts in words: one line for the source, and one for whatever was not taken as it is."""
+        counts = [
+            (self.cut, f"cut after the last turn that fits into {max_tokens} tokens"),
+            (self.left_out, f"left out: not even the first assistant's turn fits into {max_tokens} tokens"),
+            (
+                self.without_reasoning,
+                "trained without their reasoning, as the template closes the thought before the turn",
+            ),
+        ]
+        used = self.read - len(self.left_out)
+        return [
+            f"{source}: {self.read} conversations read, {used} used",
+            *(f"{source}: {len(rows)} {what} ({_named(rows)})" for rows, what in counts if rows),
+        ]
+
+
+def _named(rows: Sequence[str]) -> str:
+    return "; ".join(rows[:_NAMED]) + ("; …" if len(rows) > _NAMED else "")
+
+
+def read_conversations(
+    source: Path | str, renderer: Renderer, max_tokens: int, census: Census | None = None
+) -> Iterator[Trajectory]:
+    """Yield the conversations of a data set (see `read_rows`).
+
+    A row is {"messages": […], "tools": […]} (tools are optional and may be JSON text), {"conversations": [{"from", "value"}, …]} or
+    {"prompt": …, "completion": …}. A conversation longer than `max_tokens` is truncated after the last turn that fits; `census` counts
+    what is cut and left out.
 
     Raises:
-        DataError: the file is missing, or a row is malformed.
+        DataError: the file is missing, a row is malformed, or the model's template cannot express it.
     """
-    for line, row in json_rows(path):
+    census = census if census is not None else Census()
+    for number, row in enumerate(read_rows(str(source))):
+        index = int(row.index) if row.index.isdecimal() else number
         try:
-            messages = row["messages"]
-            roles = [m["role"] for m in messages]
-            contents = [m["content"] for m in messages]
-        except (KeyError, TypeError) as e:
-            raise DataError(
-                f'{path}, line {line}: expected {{"messages": [{{"role", "content"}}, …]}}: {type(e).__name__}: {e}'
-            ) from e
-        if "assistant" not in roles or roles[0] == "assistant" or not all(isinstance(c, str) for c in contents):
-            raise DataError(
-                f"{path}, line {line}: a conversation needs an assistant message, a message before it, and only text contents"
+            messages = renderer.with_call_ids(conversation_of(row))
+            tools = normal_tools(row.values.get("tools"), arrow=row.arrow)
+            trajectory = to_trajectory(
+                index,
+                messages,
+                tools,
+                renderer,
+                max_tokens,
+                on_reasoning_left_out=lambda where=row.where: census.without_reasoning.append(where),  # type: ignore[misc]
             )
-        yield to_trajectory(line - 1, messages, row.get("tools") or [], renderer, max_tokens)
+        except UsageError as e:
+            raise DataError(f"{row.where}: {e}") from e
+        census.read += 1
+        turns = sum(m["role"] == "assistant" for m in messages)
+        if not trajectory.turns:
+            census.left_out.append(row.where)
+        elif len(trajectory.turns) < turns:
+            census.cut.append(row.where)
+        yield trajectory
+
+
+def conversation_of(row: Row) -> tuple[Message, ...]:
+    """The conversation of a row in the normal form.
+
+    Raises:
+        DataError: the row holds none, or one that cannot be trained on.
+    """
+    values = row.values
+    if values.get("messages") is not None:
+        found: Any = values["messages"]
+    elif values.get("conversations") is not None:
+        found = values["conversations"]
+        if isinstance(values.get("system"), str) and isinstance(found, (list, tuple)):
+            found = [{"role": "system", "content": values["system"]}, *found]
+    elif values.get("prompt") is not None and values.get("completion") is not None:
+        found = [*_side(values["prompt"], "user"), *_side(values["completion"], "assistant")]
+    else:
+        raise DataError(
+            'expected {"messages": [{"role", "content"}, …]}, {"conversations": [{"from", "value"}, …]} or '
+            f'{{"prompt", "completion"}}, found the columns {", ".join(map(str, values))}'
+        )
+    messages = normal_messages(found, arrow=row.arrow)
+    roles = [m["role"] for m in messages]
+    if "assistant" not in roles or roles[0] == "assistant" or not all(isinstance(m["content"], str) for m in messages):
+        raise DataError(
+            "a conversation needs an assistant message, a message before it, and only text contents; "
+            f"found the roles {', '.join(roles)}"
+        )
+    return messages
+
+
+def _side(value: Any, role: str) -> Sequence[Any]:
+    """A prompt or a completion as messages."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def to_trajectory(
-    index: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: Renderer, max_tokens: int
+    index: int,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    renderer: Renderer,
+    max_tokens: int,
+    *,
+    on_reasoning_left_out: Callable[[], None] = lambda: None,
 ) -> Trajectory:
-    """Return a conversation as a trajectory. Turns are joined by the renderer's deltas, so its tokens are those of a rollout."""
+    """Return a conversation as a trajectory. Turns are joined by the renderer's deltas, so its tokens are those of a rollout.
+
+    Raises:
+        TemplateError: the template cannot express the conversation.
+    """
     recorder = Recorder()
     turns: list[Turn] = []
     first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
@@ -54,15 +150,17 @@ def to_trajectory(
         number = len(turns)
         if number:
             answered = position - 1 - len(before)
-            delta = renderer.delta(before, said, history=messages[:answered], tools=tools)
-            if delta.new_segment is None:
+            delta = renderer.delta(before, said, history=messages[:answered], tools=tools) if before else None
+            if delta is not None and delta.new_segment is None:
                 recorder.extend(delta.pieces, turn=number - 1)
             else:
                 recorder.open(renderer.prompt(messages[:position], tools), turn=number - 1)
-        inline = renderer.format.inline  # no end token within one assistant turn
-        said = tuple(renderer.tokenizer.encode(message["content"])) if inline else renderer.encode_turn(message)
+        written = renderer.write_turn(message, history=messages[:position], tools=tools)
+        said = written.ids
         if recorder.length() + len(said) > max_tokens:
             break
+        if written.reasoning_left_out:
+            on_reasoning_left_out()
         context = recorder.length()
         recorder.extend([(Provenance.DEMONSTRATION, said)], turn=number)
         turns.append(Turn(number, recorder.segment_index(), context, Action(message["content"])))

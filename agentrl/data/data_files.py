@@ -1,101 +1,94 @@
-"""Tasks from JSONL and Parquet files, with slices (`path@[a:b]`). Errors name the file and the line."""
+"""Tasks from data files, with slices (`path@[a:b]`) and dotted keys (`reward_model.ground_truth`). Errors name the file and the line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agentrl.core.name_syntax import split_slice
-from agentrl.errors import ContractError, DataError, UsageError, suggest
-from agentrl.types import Observation, Task
+from agentrl.data.message_form import normal_messages, normal_tools
+from agentrl.data.row_files import Row, read_rows
+from agentrl.errors import DataError, UsageError, suggest
+from agentrl.types import Message, Task
+
+_MISSING = object()
 
 
-def load_tasks(spec: str, *, input_key: str, label_key: str, check: Callable[[Task], None] | None = None) -> list[Task]:
-    """Return the tasks of `path` or `path@[a:b]` (rows a to b - 1; blank lines do not count).
+def load_tasks(
+    spec: str,
+    *,
+    input_key: str,
+    label_key: str,
+    label_required: bool = False,
+    check: Callable[[Task], None] | None = None,
+) -> list[Task]:
+    """Return the tasks of a name or `name@[a:b]` (rows a to b - 1; blank lines do not count).
 
-    `check` may refuse a task by raising a UsageError; file and line are added to its message.
+    Args:
+        spec: A file, a folder, a pattern or a hub data set (see `read_rows`), with or without a slice.
+        input_key: The column of the prompt; `a.b` is key b of column a.
+        label_key: The column of the label. If the first row lacks it, the tasks have no labels.
+        label_required: The first row must have the label too.
+        check: May refuse a task by raising a UsageError; file and line are added to its message.
 
     Raises:
         DataError: the file is missing, a row is malformed or lacks a column, or a task is refused.
     """
     name, part = split_slice(spec)
-    path, bounds = Path(name), [int(n) if n else None for n in part[2:-1].split(":")] if part else [None, None]
-    tasks = []
-    for line, row in islice(_rows(path), *bounds):
-        task = _task(path, line, row, input_key, label_key)
-        if check is not None:
-            try:
+    bounds = [int(n) if n else None for n in part[2:-1].split(":")] if part else [None, None]
+    tasks: list[Task] = []
+    for row in islice(read_rows(name), *bounds):
+        label_required = label_required or (not tasks and value_at(row.values, label_key) is not _MISSING)
+        try:
+            task = _task(row, input_key, label_key, label_required)
+            if check is not None:
                 check(task)
-            except UsageError as e:
-                raise DataError(f"{path}, line {line}: {e}") from e
+        except UsageError as e:
+            raise DataError(f"{row.where}: {e}") from e
         tasks.append(task)
     if not tasks:
         raise DataError(f"{spec} holds no tasks; the file or the slice is empty")
     return tasks
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    return _parquet_rows(_existing(path)) if path.suffix == ".parquet" else json_rows(path)
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a column, or of a key inside a column (`a.b.c`)."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(f"no data file {path}")
-    return path
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as e:
-        raise DataError(f"{path}: reading Parquet needs pyarrow; run pip install agentrl[parquet]") from e
-    try:
-        yield from enumerate(pq.read_table(path).to_pylist(), 1)
-    except (ValueError, OSError) as e:  # pyarrow's errors are both
-        raise DataError(f"{path}: not a Parquet file: {e}") from e
-
-
-def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line numbers and the objects of a JSONL file. Blank lines are skipped.
-
-    Raises:
-        DataError: the file is missing, or a line is not a JSON object.
-    """
-    with _existing(path).open("rb") as f:
-        for line, raw in enumerate(f, 1):
-            if not raw.strip():
-                continue
-            try:
-                row = orjson.loads(raw)
-            except orjson.JSONDecodeError as e:
-                raise DataError(f"{path}, line {line}: not JSON: {e}") from e
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {line}: expected a JSON object, found {type(row).__name__}")
-            yield line, row
-
-
-def _task(path: Path, line: int, row: Mapping[str, Any], input_key: str, label_key: str) -> Task:
-    for key in (input_key, label_key):
-        if key not in row:
+def _task(row: Row, input_key: str, label_key: str, label_required: bool) -> Task:
+    values = row.values
+    prompt, label = value_at(values, input_key), value_at(values, label_key)
+    for key, value in ((input_key, prompt), (label_key, label if label_required else None)):
+        if value is _MISSING:
             raise DataError(
-                f"{path}, line {line}: no column {key!r}{suggest(key, row)}; set --input-key and --label-key"
+                f"no column {key!r}{suggest(key, values)}; the columns are {', '.join(map(str, values))}; "
+                "set --input-key and --label-key"
             )
-    prompt = row[input_key]
-    if not isinstance(prompt, str):
-        try:
-            prompt = Observation.of(prompt).messages if isinstance(prompt, list) else ()
-        except ContractError:
-            prompt = ()
-        if not prompt:
-            raise DataError(
-                f"{path}, line {line}: {input_key!r} must be a string or a list of messages, "
-                f"found {type(row[input_key]).__name__}: {row[input_key]!r:.60}"
-            )
-    metadata = {k: v for k, v in row.items() if k not in (input_key, label_key, "id")}
+    metadata = {k: v for k, v in values.items() if k not in (input_key, label_key, "id")}
+    if "tools" in metadata:
+        metadata["tools"] = normal_tools(metadata["tools"], arrow=row.arrow)
     if isinstance(metadata.get("metadata"), dict):
         metadata |= metadata.pop("metadata")
-    return Task(str(row.get("id", line - 1)), prompt, row[label_key], metadata)
+    task_id = str(values.get("id", row.index))
+    return Task(task_id, _prompt(prompt, input_key, row.arrow), None if label is _MISSING else label, metadata)
+
+
+def _prompt(value: Any, input_key: str, arrow: bool) -> str | tuple[Message, ...]:
+    if isinstance(value, str):
+        return value
+    expected = f"{input_key!r} must be a string or a list of messages"
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{expected}, found {type(value).__name__}: {value!r:.60}")
+    try:
+        return normal_messages(value, arrow=arrow)
+    except DataError as e:
+        raise DataError(f"{expected}; {e}") from e

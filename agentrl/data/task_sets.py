@@ -25,6 +25,8 @@ class TaskSets:
     def __init__(self, config: Config, env_class: type[Env], renderer: Renderer) -> None:
         self.config, self.env_class, self.renderer = config, env_class, renderer
         self._known_roles: set[str] = set()
+        self.counts: list[str] = []
+        """what was read from data files and what of it is used, for the log"""
 
     def training(self) -> list[Task]:
         """Return the training tasks: those of `--prompt-data`, else the environment's split 'train'.
@@ -35,7 +37,7 @@ class TaskSets:
         """
         data = self.config.data
         if data.prompt_data:
-            return self._file(data.prompt_data)[: data.data_limit]
+            return self._counted("--prompt-data", data.prompt_data, self._file(data.prompt_data), data.data_limit)
         return self._own("train", data.data_limit)
 
     def evaluation(self) -> dict[str, list[Task]]:
@@ -43,7 +45,7 @@ class TaskSets:
         settings = self.config.eval
         pairs: Sequence[str] = settings.eval_prompt_data
         if pairs:
-            sets = {pairs[i]: self._file(pairs[i + 1]) for i in range(0, len(pairs), 2)}
+            sets = self._evaluation_files(pairs)
         elif self.config.data.prompt_data:
             return {}
         else:
@@ -58,12 +60,41 @@ class TaskSets:
             self.renderer.check(sorted(unknown))
             self._known_roles |= unknown
 
-    def _file(self, spec: str) -> list[Task]:
+    def _evaluation_files(self, pairs: Sequence[str]) -> dict[str, list[Task]]:
+        """The evaluation sets of pairs NAME PATH. A name may be followed by the keys of its set: `NAME:input_key=A,label_key=B`."""
+        limit = self.config.eval.eval_limit
+        sets: dict[str, list[Task]] = {}
+        for named, path in zip(pairs[::2], pairs[1::2], strict=True):
+            name, keys = split_keys(named)
+            if name in sets:
+                raise DataError(f"--eval-prompt-data: two sets with the name {name!r}")
+            sets[name] = self._counted(f"--eval-prompt-data {name}", path, self._file(path, **keys), limit)
+        return sets
+
+    def _counted(self, flag: str, spec: str, tasks: list[Task], limit: int | None) -> list[Task]:
+        used = tasks[:limit]
+        unlabelled = sum(t.label is None for t in used)
+        with_tools = sum(bool(t.metadata.get("tools")) for t in used)
+        line = f"{flag} {spec}: {len(tasks)} rows read, {len(used)} used"
+        if len(used) < len(tasks):
+            line += f", {len(tasks) - len(used)} left out by the limit of {limit}"
+        if unlabelled:
+            line += f"; {unlabelled} without a label"
+        if with_tools:
+            line += (
+                f"; {with_tools} with tools, which are in task.metadata['tools'] for the environment: the policy sees the "
+                "environment's own tools only"
+            )
+        self.counts.append(line)
+        return used
+
+    def _file(self, spec: str, input_key: str = "", label_key: str = "") -> list[Task]:
         data = self.config.data
         return load_tasks(
             spec,
-            input_key=data.input_key or self.env_class.input_key,
-            label_key=data.label_key or self.env_class.label_key,
+            input_key=input_key or data.input_key or self.env_class.input_key,
+            label_key=label_key or data.label_key or self.env_class.label_key,
+            label_required=bool(label_key or data.label_key),
             check=self._check_task,
         )
 
@@ -85,6 +116,24 @@ class TaskSets:
                 raise DataError(f"{self.env_class.label()}, split {split}, task {task.id}: {e}") from e
             tasks.append(task)
         return tasks
+
+
+def split_keys(named: str) -> tuple[str, dict[str, str]]:
+    """Split `NAME:input_key=A,label_key=B` into the name and the keys.
+
+    Raises:
+        DataError: what follows the name is not such keys.
+    """
+    name, colon, rest = named.partition(":")
+    keys: dict[str, str] = {}
+    for pair in rest.split(",") if colon else ():
+        key, _, value = pair.partition("=")
+        if key not in ("input_key", "label_key") or not value or key in keys:
+            raise DataError(
+                f"--eval-prompt-data: expected NAME or NAME:input_key=COLUMN,label_key=COLUMN, found {named!r}"
+            )
+        keys[key] = value
+    return name, keys
 
 
 def _tasks_of(env: type[Env], split: str) -> Iterator[Any]:

@@ -103,5 +103,7 @@ class Family:
     """the template adds markup inside the assistant's turn (channels), so a policy's text differs from the message's content"""
     structured: bool = False
     """the template reads calls and reasoning from fields (`tool_calls`, `reasoning_content`), so turns are rendered from those"""
+    call_id: str = ""
+    """the id that the policy itself writes for a call, with {name} and {index}; "": it writes none, or any"""
     adapt: Callable[[Sequence[Message]], list[Message]] = unchanged
     """converts messages with roles that the template does not know"""

@@ -6,9 +6,10 @@ without effect: which tokens are trained follows from what was sampled, not from
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, NoReturn
 
 import jinja2
@@ -26,6 +27,7 @@ _REFUSALS = (
     jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError, RecursionError,
 )  # fmt: skip
 """what a template raises, on purpose or because it does not expect a message"""
+_MARK = "Argument9a4f"
 _TRACED_FILTERS = frozenset(
     "trim tojson length count string safe upper lower default d list first last items "
     "selectattr rejectattr map reverse".split()
@@ -89,7 +91,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the conversation.
         """
-        adapted = self._adapt(messages)
+        adapted = self._with_arguments(self._adapt(messages))
         try:
             return self._template.render(self._context(adapted, tools, generate))
         except _REFUSALS as e:
@@ -108,7 +110,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the conversation.
         """
-        adapted = self._adapt(messages)
+        adapted = self._with_arguments(self._adapt(messages))
         context = self._template.new_context(self._context(adapted, tools, generate))
         try:
             text = concat(self._template.root_render_func(context))
@@ -118,12 +120,60 @@ class ChatTemplate:
             return None
         return Pattern(text.parts if isinstance(text, SymbolicText) else (text,), tuple(trace.conditions))
 
+    def _with_arguments(self, messages: list[Message]) -> list[Message]:
+        """The messages with the arguments of calls as this template takes them: as an object, or as JSON text."""
+        if not any(m.get("tool_calls") for m in messages):
+            return messages
+        convert = _as_text if self._takes_text else _as_object
+        return [
+            {**m, "tool_calls": [convert(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+            for m in messages
+        ]
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template writes the arguments of calls right only if they are JSON text."""
+        return not self._shows_call({"x": _MARK}) and self._shows_call(f'{{"x": "{_MARK}"}}')
+
+    def _shows_call(self, arguments: Any) -> bool:
+        """Whether the template shows a call's arguments, and not as Python or as JSON within JSON."""
+        call = {"type": "function", "id": "abcdefgh0", "function": {"name": "f", "arguments": arguments}}
+        conversation: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "f", "tool_call_id": "abcdefgh0", "content": "r"},
+        ]
+        try:
+            text = self._template.render(self._context(self._adapt(conversation), None, True))
+        except _REFUSALS:
+            return False
+        return _MARK in text and f"'{_MARK}'" not in text and f'\\"{_MARK}' not in text
+
     def _context(self, messages: Sequence[Message], tools: Any, generate: bool) -> dict[str, Any]:
         return dict(messages=messages, tools=tools or None, add_generation_prompt=generate, **self._variables)
 
     def _refusal(self, messages: Sequence[Message], e: Exception) -> TemplateError:
         roles = ", ".join(str(m.get("role")) for m in messages)
         return TemplateError(f"{self._where}: its chat template refuses a conversation of roles ({roles}): {e}")
+
+
+def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return dict(call)
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _as_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or type(function.get("arguments")) is not str:
+        return dict(call)
+    try:
+        value = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else dict(call)
 
 
 class _Environment(ImmutableSandboxedEnvironment):

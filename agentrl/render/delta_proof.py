@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.errors import TemplateError
 from agentrl.render.base import Family
 from agentrl.render.chat_template import ChatTemplate
-from agentrl.render.message_shape import map_texts, shape_of
+from agentrl.render.message_shape import map_message_texts, shape_of
 from agentrl.render.template_trace import Pattern, Slot, SymbolicText, Trace
 from agentrl.types import Message
 
@@ -238,8 +238,7 @@ def _filled(messages: Sequence[Message], stand_ins: Sequence[str], trace: Trace 
     texts = iter(
         stand_ins if trace is None else [SymbolicText.of(text, [Slot(i)], trace) for i, text in enumerate(stand_ins)]
     )
-    filled: list[Message] = map_texts(list(messages), lambda _: next(texts))
-    return filled
+    return [map_message_texts(m, lambda _: next(texts)) for m in messages]
 
 
 def _stand_ins(messages: Sequence[Message]) -> list[str]:

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agentrl.render.message_shape import map_texts, texts_and_keys
+from agentrl.render.message_shape import map_message_texts, map_texts, message_texts_and_keys, texts_and_keys
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Message
+
+_NONE: frozenset[str] = frozenset()
+_THINKING = frozenset({"<think>", "</think>"})
 
 
 class InjectionGuard:
@@ -33,14 +36,41 @@ class InjectionGuard:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], list[Any], int]:
         """Messages and tools with their texts escaped, and the base to encode the rendering with (0: nothing was escaped)."""
-        allowed = [self._assistant_tokens if m["role"] == "assistant" else frozenset() for m in messages]
-        if self.off or not (any(map(self._has_token, messages, allowed)) or self._has_token(tools, frozenset())):
+        keep = [self._assistant_tokens if m["role"] == "assistant" else _NONE for m in messages]
+        if self.off or not (any(map(self._has_token, messages, keep)) or self._tools_have_token(tools)):
             return list(messages), list(tools), 0
         base = self._tokenizer.unused_base(texts_and_keys((messages, tools)))
         escape = partial(self._tokenizer.escape, base=base)
-        escaped = [map_texts(m, partial(escape, keep=keep), escape) for m, keep in zip(messages, allowed, strict=True)]
+        escaped = [map_message_texts(m, partial(escape, keep=k), escape) for m, k in zip(messages, keep, strict=True)]
         return escaped, map_texts(list(tools), escape, escape), base
 
-    def _has_token(self, value: Any, allowed: frozenset[str]) -> bool:
-        """Whether a text holds an added token that is not allowed there."""
-        return any(self._tokenizer.has_token(text, allowed) for text in texts_and_keys(value))
+    def demonstration(
+        self, history: Sequence[Message], turn: Message, tools: Sequence[Mapping[str, Any]], ends: Iterable[str]
+    ) -> tuple[list[Message], Message, list[Any], int]:
+        """History, an assistant's turn that was not sampled, and tools, with their texts escaped, and the base.
+
+        In the turn's content and thinking, the markers of the action format and the tags of thinking stay tokens, but not `ends`. In
+        the arguments of its calls everything is text.
+        """
+        if self.off:
+            return list(history), turn, list(tools), 0
+        base = self._tokenizer.unused_base(texts_and_keys((history, turn, tools)))
+        escape = partial(self._tokenizer.escape, base=base)
+        kept = (self._assistant_tokens | _THINKING) - set(ends)
+        escaped = [
+            map_message_texts(
+                m, partial(escape, keep=self._assistant_tokens if m["role"] == "assistant" else _NONE), escape
+            )
+            for m in history
+        ]
+        written = map_message_texts({k: v for k, v in turn.items() if k != "tool_calls"}, partial(escape, keep=kept))
+        if turn.get("tool_calls"):
+            written["tool_calls"] = [map_texts(call, escape, escape) for call in turn["tool_calls"]]
+        return escaped, written, map_texts(list(tools), escape, escape), base
+
+    def _has_token(self, message: Message, allowed: frozenset[str]) -> bool:
+        """Whether a text of a message holds an added token that is not allowed there."""
+        return any(self._tokenizer.has_token(text, allowed) for text in message_texts_and_keys(message))
+
+    def _tools_have_token(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        return any(map(self._tokenizer.has_token, texts_and_keys(tools)))

@@ -8,57 +8,104 @@ from typing import Any
 from agentrl.core.message_images import is_image
 from agentrl.types import Message
 
-STRUCTURE_KEYS = ("role", "type")
-"""keys whose text belongs to the shape"""
 _CONTENT_KEYS = ("content", "text", "output")
 """keys whose text must appear in the rendering"""
+_PART_LISTS = ("content", "tool_calls")
+"""keys of a message whose items have a `type` of their own"""
 _TEXT, _LIST, _IMAGE = object(), object(), object()
 Shape = tuple[Any, ...]
 ChangeText = Callable[[str], str]
 
 
 def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, ...]]:
-    """The shape of messages, their texts in order, and the indices of the texts that the rendering must contain."""
+    """The shape of messages, their texts in order, and the indices of the texts that the rendering must contain.
+
+    A message's own role and type, and the type of a part or call, belong to the shape. Keys of these names elsewhere hold texts.
+    """
     texts: list[str] = []
     contents: list[int] = []
 
-    def walk(value: Any, key: str) -> Any:
+    def walk(value: Any, key: str, structure: tuple[str, ...]) -> Any:
         if isinstance(value, str):
-            if key in STRUCTURE_KEYS:
+            if key in structure:
                 return value
             if key in _CONTENT_KEYS:
                 contents.append(len(texts))
             texts.append(value)
             return _TEXT
-        if is_image(value):
-            return _IMAGE
         if isinstance(value, (dict, Mapping)):  # `dict` first: it is the faster test
-            return tuple((k, walk(v, k)) for k, v in value.items())
+            return tuple((k, walk(v, k, structure if isinstance(v, str) else ())) for k, v in value.items())
         if isinstance(value, (list, tuple)):
-            return (_LIST, *(walk(v, key) for v in value))
+            return (_LIST, *(walk(v, key, ()) for v in value))
         return type(value).__name__, repr(value)
 
-    return tuple(walk(m, "") for m in messages), texts, tuple(contents)
+    def item_shape(value: Any, key: str) -> Any:
+        return _IMAGE if key == "content" and is_image(value) else walk(value, key, ("type",))
+
+    def message_shape(message: Message) -> Shape:
+        return tuple(
+            (k, (_LIST, *(item_shape(item, k) for item in v)))
+            if k in _PART_LISTS and isinstance(v, (list, tuple))
+            else (k, walk(v, k, ("role", "type") if isinstance(v, str) else ()))
+            for k, v in message.items()
+        )
+
+    return tuple(map(message_shape, messages)), texts, tuple(contents)
 
 
-def map_texts(value: Any, change: ChangeText, change_key: ChangeText | None = None, key: str = "") -> Any:
-    """A copy of messages or tools with every text changed, and every key by `change_key`. Roles, types and images remain."""
+def map_texts(value: Any, change: ChangeText, change_key: ChangeText | None = None) -> Any:
+    """A copy of a value with every text changed, and every key by `change_key`."""
     if isinstance(value, str):
-        return value if key in STRUCTURE_KEYS else change(value)
-    if is_image(value):
-        return value
+        return change(value)
     if isinstance(value, Mapping):
-        return {
-            change_key(k) if change_key is not None and isinstance(k, str) else k: map_texts(v, change, change_key, k)
-            for k, v in value.items()
-        }
+        return {_changed(k, change_key): map_texts(v, change, change_key) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [map_texts(v, change, change_key, key) for v in value]
+        return [map_texts(v, change, change_key) for v in value]
     return value
 
 
+def map_message_texts(message: Message, change: ChangeText, change_key: ChangeText | None = None) -> Message:
+    """A copy of a message with every text changed, except its role and type, the types of its parts and calls, and its images."""
+
+    def item(value: Any, key: str) -> Any:
+        if key == "content" and is_image(value):
+            return value
+        if not isinstance(value, Mapping):
+            return map_texts(value, change, change_key)
+        return {
+            _changed(k, change_key): v if k == "type" and isinstance(v, str) else map_texts(v, change, change_key)
+            for k, v in value.items()
+        }
+
+    changed: Message = {}
+    for k, v in message.items():
+        if k in ("role", "type") and isinstance(v, str):
+            changed[k] = v
+        elif k in _PART_LISTS and isinstance(v, (list, tuple)):
+            changed[k] = [item(part, k) for part in v]
+        else:
+            changed[_changed(k, change_key)] = map_texts(v, change, change_key)
+    return changed
+
+
+def _changed(key: Any, change_key: ChangeText | None) -> Any:
+    return change_key(key) if change_key is not None and isinstance(key, str) else key
+
+
+def message_texts_and_keys(message: Message) -> list[str]:
+    """Every text and every key of a message."""
+    texts: list[str] = []
+
+    def collect(text: str) -> str:
+        texts.append(text)
+        return text
+
+    map_message_texts(message, collect, collect)
+    return texts
+
+
 def texts_and_keys(value: Any) -> list[str]:
-    """Every text and every key of messages or tools."""
+    """Every text and every key of a value."""
     texts: list[str] = []
 
     def collect(text: str) -> str:

@@ -16,6 +16,7 @@ from agentrl.core.message_images import Image, PlacedImage, image_parts, images_
 from agentrl.core.sequences import first_difference
 from agentrl.errors import TemplateError
 from agentrl.render.accelerators.memo import Memo
+from agentrl.render.assistant_turn import TurnWriter, WrittenTurn, with_call_ids
 from agentrl.render.base import ActionFormat, Delta, Family, HistoryPolicy, Pieces
 from agentrl.render.chat_template import ChatTemplate
 from agentrl.render.delta_proof import HISTORY_KINDS, DeltaProof, DeltaProver, history_kind
@@ -98,6 +99,7 @@ class Renderer:
         self._guard = InjectionGuard(
             tokenizer, off=raw_content, markers=action_format.markers, headers=self._probe.header_tokens()
         )
+        self._writer = TurnWriter(self._template, tokenizer, self._guard, family, self.ends, where)
         self._prover = DeltaProver(self._template, tuple(self.ends), family)
         self._proofs: dict[tuple[Any, ...], tuple[DeltaProof, DeltaTemplate | None]] = {}
         self._prompts: Memo[bytes, Pieces] = Memo(_MAX_PROMPTS)
@@ -201,24 +203,34 @@ class Renderer:
             pieces = self._render_delta(adapted, kinds[0], proof)
         return Delta(self._expand_images(merged((*turn_end, *pieces)), adapted, Provenance.OBSERVATION))
 
-    def encode_turn(self, message: Message) -> tuple[int, ...]:
+    def encode_turn(
+        self, message: Message, *, history: Sequence[Message] = (), tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """The ids that a policy would have sampled for an assistant's message, with the end token: for data that was not sampled.
 
-        Calls in `tool_calls` are written as the template writes them.
+        Arguments and errors are those of `write_turn`.
         """
-        text, end = str(message.get("content") or ""), self.end_id
-        if self._family.writes_markup or any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
-            user: Message = {"role": "user", "content": QUESTION}
-            header = self._probe.after_question([user], generate=True)
-            whole = self._probe.after_question([user, message], generate=False)
-            text = whole.removeprefix(header if whole.startswith(header) else header.removesuffix(self.prefill))
-            at, written = max(((text.rfind(e), e) for e in self.ends if e in text), default=(-1, ""))
-            if at >= 0:
-                text, end = text[:at], self.ends[written]
-        if message.get("tool_calls") and self._family.headers:
-            end = self.ends[self._family.headers[-1]]
-        ids = self.tokenizer.encode(text)
-        return tuple(ids) if self.format.inline else (*ids, end)
+        return self.write_turn(message, history=history, tools=tools).ids
+
+    def write_turn(
+        self, message: Message, *, history: Sequence[Message] = (), tools: Sequence[Mapping[str, Any]] = ()
+    ) -> WrittenTurn:
+        """The ids that a policy would have sampled for an assistant's message after the header that it would have seen.
+
+        Args:
+            message: The assistant's message. Control tokens spelt in it are text.
+            history: The messages before it. (): a user's question.
+            tools: The schemas given to `prompt`.
+
+        Raises:
+            TemplateError: the template cannot express the message.
+        """
+        (turn,) = _join_text_parts([message])
+        if self.format.inline:  # no end token within one assistant turn
+            return WrittenTurn(self._writer.write_inline(turn))
+        before = history or [{"role": "user", "content": QUESTION}]
+        schemas = list(tools) if self.format.needs_tools else []
+        return self._writer.write(before if self._accepts_parts else _join_text_parts(before), turn, schemas)
 
     # -- ids to actions ----------------------------------------------------------------------------------------------
 
@@ -262,6 +274,10 @@ class Renderer:
     def message(self, action: Action) -> Message:
         """The policy's turn as a message of the conversation."""
         return self.format.structured_message(action) if self._family.structured else self.format.message(action)
+
+    def with_call_ids(self, messages: Sequence[Message]) -> list[Message]:
+        """A conversation with the ids of calls as the model itself writes them, where its template shows ids as part of the call."""
+        return with_call_ids(messages, self._family.call_id) if self._family.call_id else list(messages)
 
     # -- images ------------------------------------------------------------------------------------------------------
 

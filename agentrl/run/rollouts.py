@@ -114,6 +114,10 @@ class EpisodeRun:
 
     async def __aenter__(self) -> Self:
         self.log.__enter__()
+        for line in self.components.tasks.counts:
+            self.log.echo(line)
+        for line in self.components.tasks.counts:
+            self.log.echo(line)
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

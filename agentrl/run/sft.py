@@ -17,7 +17,8 @@ from agentrl import __version__
 from agentrl.config import Config
 from agentrl.core.program_name import command
 from agentrl.core.seeds import derive_seed
-from agentrl.data.conversations import read_conversations
+from agentrl.data.conversations import Census, read_conversations
+from agentrl.data.row_files import SUFFIXES, data_files, data_suffix
 from agentrl.errors import DataError
 from agentrl.run.components import Components
 from agentrl.run.recorded_ids import RecordedIds
@@ -78,23 +79,41 @@ def sft_rows(batch: Sequence[Sample], config: Config) -> list[Row]:
 
 
 def load_episodes(sources: Sequence[Path], components: Components, echo: Echo) -> list[Trajectory]:
-    """Episodes with tokens to train on, of folders of episodes and JSONL files of conversations; the source's number goes before their ids.
+    """Episodes with tokens to train on, of folders of episodes and data sets of conversations; the source's number goes before their ids.
 
     Raises:
         DataError: a source has no tokens to train on.
     """
     episodes: list[Trajectory] = []
     for number, source in enumerate(sources):
-        if source.suffix == ".jsonl":
-            read = read_conversations(source, components.renderer, components.context_length)
+        census = Census()
+        conversations = not is_recording(source)
+        if conversations:
+            read = read_conversations(source, components.renderer, components.context_length, census)
         else:
             read = map(RecordedIds(components, source).check, recorded_episodes(source, echo))
         numbered = (replace(t, episode_id=f"{number}/{t.episode_id}") for t in read)
         trainable = [t for t in numbered if to_samples(t, demonstrations=True)]
+        for line in census.lines(str(source), components.context_length) if conversations else ():
+            echo(line)
         if not trainable:
             raise DataError(f"{source}: no episode in it has a token to train on")
         episodes += trainable
     return episodes
+
+
+def is_recording(source: Path) -> bool:
+    """Whether a source holds recorded episodes and not conversations."""
+    if source.is_dir():
+        return (source / "episodes").is_dir() or any(source.glob("*.index")) or not _has_data(source)
+    return source.is_file() and data_suffix(source) not in SUFFIXES
+
+
+def _has_data(folder: Path) -> bool:
+    try:
+        return bool(data_files(str(folder)))
+    except DataError:
+        return False
 
 
 def recorded_episodes(source: Path, echo: Echo) -> Iterator[Trajectory]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from agentrl.data.conversations import read_conversations, to_trajectory
+from agentrl.data.conversations import Census, read_conversations, to_trajectory
 from agentrl.errors import DataError
 from agentrl.train.sample import to_samples
 from agentrl.types import Provenance
@@ -51,3 +51,61 @@ def test_rows_are_read_and_bad_ones_named(hermes, tmp_path):
         next(read_conversations(file, hermes, 512))
     with pytest.raises(DataError, match="no data file"):
         next(read_conversations(tmp_path / "missing.jsonl", hermes, 512))
+
+
+def test_what_is_cut_and_left_out_is_counted_and_named(hermes, tmp_path):
+    file = tmp_path / "c.jsonl"
+    whole = len(to_trajectory(0, TALK, [], hermes, 512).segments[0])
+    long = [TALK[0], {"role": "user", "content": "x " * 600}, *TALK[2:]]
+    file.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (TALK[:3], TALK, long)))
+    census = Census()
+    trajectories = list(read_conversations(file, hermes, whole - 1, census))
+    assert [len(t.turns) for t in trajectories] == [1, 1, 0]
+    assert census.lines("c", whole - 1) == [
+        "c: 3 conversations read, 2 used",
+        f"c: 1 cut after the last turn that fits into {whole - 1} tokens ({file}, line 2)",
+        f"c: 1 left out: not even the first assistant's turn fits into {whole - 1} tokens ({file}, line 3)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TALK[1:3]},
+        {"conversations": [{"from": "human", "value": TALK[1]["content"]}, {"from": "gpt", "value": "Paris."}]},
+        {"prompt": TALK[1]["content"], "completion": "Paris."},
+        {"prompt": TALK[1:2], "completion": TALK[2:3]},
+        {"messages": TALK[1:3], "tools": None},
+        {"messages": [{**TALK[1], "tool_calls": None}, {**TALK[2], "content": [{"type": "text", "text": "Paris."}]}]},
+    ],
+)
+def test_the_layouts_of_conversations_train_the_same_ids(hermes, tmp_path, row):
+    file = tmp_path / "c.jsonl"
+    file.write_text(json.dumps(row))
+    (trajectory,) = read_conversations(file, hermes, 512)
+    assert trajectory.segments == to_trajectory(0, TALK[1:3], [], hermes, 512).segments
+
+
+def test_tools_as_text_are_the_tools(hermes, tmp_path):
+    file = tmp_path / "c.jsonl"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    file.write_text(json.dumps({"messages": TALK, "tools": json.dumps(tools)}))
+    (trajectory,) = read_conversations(file, hermes, 512)
+    assert trajectory.segments == to_trajectory(0, TALK, tools, hermes, 512).segments
+    file.write_text("\n" + json.dumps({"messages": TALK, "tools": "f"}))
+    with pytest.raises(DataError, match=r"c\.jsonl, line 2: tools is text that is not JSON"):
+        next(read_conversations(file, hermes, 512))
+
+
+def test_a_turn_that_the_template_cannot_express_is_refused_by_line(hermes, tmp_path):
+    file = tmp_path / "c.jsonl"
+    thought = {"role": "assistant", "content": "", "reasoning_content": "so"}
+    file.write_text(json.dumps({"messages": [TALK[1], thought]}))
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1: .*leaves its reasoning out"):
+        next(read_conversations(file, hermes, 512))
+
+
+def test_a_spelt_end_token_is_trained_as_text(hermes):
+    talk = [TALK[1], {"role": "assistant", "content": "A turn ends with <|im_end|> there."}]
+    ids = [i for s in to_trajectory(0, talk, [], hermes, 512).segments for i in s.ids]
+    assert ids.count(hermes.end_id) == 2

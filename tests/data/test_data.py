@@ -88,7 +88,13 @@ def test_a_label_that_the_environment_refuses_is_named_by_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("none.jsonl", "no data file"), (".", "no data file"), ("e.jsonl", "holds no tasks")]
+    ("name", "message"),
+    [
+        ("none.jsonl", "no data file"),
+        (".", "holds no tasks"),
+        ("..none/*.json", "no data file"),
+        ("e.jsonl", "holds no tasks"),
+    ],
 )
 def test_no_file_or_nothing_in_it(tmp_path, name, message):
     (tmp_path / "e.jsonl").write_text("\n\n")

@@ -42,7 +42,12 @@ class KimiFormat(BlockFormat):
 
 
 KIMI_K2 = Family(
-    name="kimi_k2", marks=("<|im_middle|>",), format="kimi_k2", ends=("<|im_end|>",), other_stops=("[EOS]",)
+    name="kimi_k2",
+    marks=("<|im_middle|>",),
+    format="kimi_k2",
+    ends=("<|im_end|>",),
+    other_stops=("[EOS]",),
+    call_id="functions.{name}:{index}",
 )
 KIMI_K2_THINKING = replace(
     KIMI_K2, name="kimi_k2_thinking", marks=("<|im_middle|>", "reasoning_content"), structured=True
