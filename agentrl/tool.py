@@ -50,7 +50,7 @@ class ToolLimits:
 
     def __post_init__(self) -> None:
         check_limit("a tool's limits", "timeout_s", self.timeout_s)
-        for name, least in (("max_concurrency", 1), ("retries", 0), ("max_result_bytes", 1), ("max_hung", 1)):
+        for name, least in (("max_concurrency", 1), ("retries", 0), ("max_result_bytes", 0), ("max_hung", 1)):
             check_limit("a tool's limits", name, getattr(self, name), least=least)
         if not isinstance(self.parallel, bool):
             raise ContractError(f"a tool's limits: parallel must be True or False, found {self.parallel!r:.60}")

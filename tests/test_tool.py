@@ -317,7 +317,7 @@ def test_callable_objects_and_partials():
         {"retries": -1},
         {"retries": 1.5},
         {"max_concurrency": 0},
-        {"max_result_bytes": 0},
+        {"max_result_bytes": -1},
         {"max_hung": 0},
         {"max_hung": True},
         {"parallel": 1},
