@@ -37,6 +37,8 @@ class Row:
     """the trainer's, with the weights before the first optimizer step of the rollout; None: the loss uses its own, detached (ratio 1)"""
     ref_log_probs: Floats | None = None
     """the frozen reference model's; required for the KL term"""
+    sampled: NDArray[np.bool_] | None = None
+    """where the engine sampled the token, and so `rollout_log_probs` holds its log-prob, which may be 0; None: every trained token"""
     source: tuple[str, int] = ("", 0)
     """(episode id, segment index) that the row was made from"""
 
@@ -50,6 +52,10 @@ class Row:
                 raise InvariantError(f"Row.{name} has shape {values.shape}, tokens {(length,)}")
             if not np.isfinite(values).all():
                 raise InvariantError(f"Row.{name} is not finite at {int(np.flatnonzero(~np.isfinite(values))[0])}")
+        if self.sampled is not None and (self.sampled.shape != (length,) or self.sampled.dtype != np.bool_):
+            raise InvariantError(
+                f"Row.sampled is {self.sampled.dtype} of shape {self.sampled.shape}, expected bool of {(length,)}"
+            )
         if length and self.weights[0] != 0:
             raise InvariantError("the first token has no context and cannot be trained on")
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.errors import ConfigError, InvariantError
 from agentrl.train.base import Row
 from agentrl.train.sample import Sample
+from agentrl.types import Provenance
 
 NO_IMAGES = "the trainer supports text models only (megatron-core's GPTModel) and cannot train on images"
 NORMALISATIONS = ("sequence", "token")
@@ -56,8 +58,19 @@ def make_row(sample: Sample, *, advantage: float, weight: float) -> Row:
         advantages=mask * np.float32(advantage),
         rollout_log_probs=log_probs,
         temperature=np.where(mask > 0, np.float32(sample.temperature or 1.0), np.float32(1.0)).astype(np.float32),
+        sampled=_sampled(sample),
         source=(sample.episode_id, sample.segment_index),
     )
+
+
+def _sampled(sample: Sample) -> NDArray[np.bool_]:
+    """Which tokens have a log-prob of the engine. A sample without provenance was sampled where it is trained."""
+    sampled = np.zeros(len(sample.tokens), np.bool_)
+    if sample.rollout_log_probs is not None and sample.response_length:
+        runs = sample.provenance
+        kinds = np.repeat([kind for kind, _ in runs], [count for _, count in runs])
+        sampled[-sample.response_length :] = kinds == Provenance.SAMPLED if runs else np.asarray(sample.loss_mask) == 1
+    return sampled
 
 
 def split_steps(samples: Sequence[Sample], steps: int) -> list[list[Sample]]:

@@ -69,6 +69,7 @@ def test_all_terms_and_statistics_by_hand():
         rollout_log_probs=tensor(math.log(0.1), 0.0, -3.0),
         old_log_probs=tensor(math.log(0.4), math.log(0.2), -5.0),
         ref_log_probs=tensor(math.log(0.5), math.log(0.4), -1.0),
+        sampled=torch.tensor([True, False, True]),
     )
     loss = LossConfig(eps_clip=0.2, kl_loss_coef=0.1, entropy_coef=0.01, use_tis=True, tis_threshold=2.0)
     total, sums, maxima = token_loss(now, tensor(1.0, 2.0, 50.0), data, loss)
@@ -89,6 +90,19 @@ def test_all_terms_and_statistics_by_hand():
     assert told["clip_fraction"] == pytest.approx(1 / 3)
     assert told["tis_mean"] == pytest.approx((0.25 * 2 + 0.5 * 0.2) / 0.75, rel=1e-5)
     assert told["rollout_log_prob_diff_mean"] == pytest.approx(math.log(4), rel=1e-5)
+
+
+@pytest.mark.parametrize("sampled", [None, torch.ones(6, dtype=torch.bool)], ids=["not stated", "stated"])
+def test_a_sampled_token_of_log_prob_0_counts_in_the_difference(sampled):
+    """The engine was certain where the trainer is not: that is the largest difference of all."""
+    now, zero = tensor(-6.954, 0, 0, 0, 0, 0), tensor(*[0] * 6)
+    data = TokenData(weights=tensor(*[1 / 6] * 6), advantages=zero, rollout_log_probs=zero, sampled=sampled)
+    _, sums, maxima = token_loss(now, zero, data, LossConfig())
+    told = step_metrics(
+        dict(zip(SUMS, sums.tolist(), strict=True)), dict(zip(MAXIMA, maxima.tolist(), strict=True)), LossConfig()
+    )
+    assert told["rollout_log_prob_diff_mean"] == pytest.approx(1.159)
+    assert told["rollout_log_prob_diff_max"] == pytest.approx(6.954)
 
 
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_reinforce():
@@ -136,6 +150,13 @@ def row(n: int, trained: list[int], **more: object) -> Row:
         temperature=np.full(n, 0.7, np.float32),
         **more,
     )
+
+
+def test_collate_takes_sampled_tokens_from_the_row_and_else_the_trained_ones():
+    stated = row(5, [2, 4], sampled=np.array([0, 0, 1, 0, 0], bool))
+    batch = collate([stated, row(3, [1])], trained_only=True)
+    assert batch.data.sampled.tolist() == [True, False, True]
+    assert batch.data.sampled.dtype == torch.bool
 
 
 def test_collate_points_at_the_position_before_each_chosen_token():

@@ -77,6 +77,17 @@ def test_a_row_is_aligned_with_its_tokens():
     assert row.rollout_log_probs[2:].tolist() == pytest.approx(s.rollout_log_probs)
     assert (row.rollout_log_probs != 0).astype(int).tolist() == mask.tolist()
     assert row.temperature.tolist() == pytest.approx([0.7 if m else 1.0 for m in mask])
+    assert row.sampled.tolist() == mask.astype(bool).tolist()
+
+
+def test_a_sampled_token_is_one_by_provenance_whatever_its_log_prob():
+    (s,) = episode(3, [[2, 1]])
+    s.rollout_log_probs = [0.0] * s.response_length
+    assert make_rows([s], {"3-0": 1.0})[0].sampled.tolist() == [False, False, *(m == 1 for m in s.loss_mask)]
+    s.provenance = []
+    assert make_rows([s], {"3-0": 1.0})[0].sampled.tolist() == [False, False, *(m == 1 for m in s.loss_mask)]
+    s.rollout_log_probs = None
+    assert not make_rows([s], {"3-0": 1.0})[0].sampled.any()
 
 
 def test_an_episode_without_an_advantage_is_in_no_denominator():

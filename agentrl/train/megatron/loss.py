@@ -25,7 +25,7 @@ from agentrl.train.base import LossConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenData:
-    """Inputs of the loss for each trained token; all tensors have shape [n], fp32."""
+    """Inputs of the loss for each trained token; all tensors have shape [n], fp32 unless noted."""
 
     weights: Tensor
     advantages: Tensor
@@ -33,6 +33,8 @@ class TokenData:
     """0 where the engine did not sample the token"""
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    sampled: Tensor | None = None
+    """[n] bool: where the engine sampled the token; None: everywhere"""
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossCo
             total = total - loss.entropy_coef * (w * entropy).sum()
     with torch.no_grad():
         trained = w != 0
-        sampled = trained & (data.rollout_log_probs != 0)
+        sampled = trained if data.sampled is None else trained & data.sampled
         diff = torch.where(sampled, (old - data.rollout_log_probs).abs(), 0.0)
         weighted = [(w * x.detach()).sum(dtype=torch.float64) for x in (pg * tis, kl, entropy, clipped, tis, ratio)]
         counts = [x.sum(dtype=torch.float64) for x in (w, diff, sampled, trained)]

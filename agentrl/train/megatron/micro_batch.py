@@ -72,6 +72,9 @@ def collate(
     def flat(name: str, dtype: Any = np.float32) -> Tensor:
         return tensor(np.concatenate([getattr(r, name)[c] for r, c in zip(rows, chosen, strict=True)]), dtype)
 
+    # a row that does not state it was sampled wherever it is trained, and nothing else counts
+    sampled = [(r.weights != 0 if r.sampled is None else r.sampled)[c] for r, c in zip(rows, chosen, strict=True)]
+
     def optional(name: str) -> Tensor | None:
         return None if any(getattr(r, name) is None for r in rows) else flat(name)
 
@@ -86,6 +89,7 @@ def collate(
             rollout_log_probs=flat("rollout_log_probs"),
             old_log_probs=optional("old_log_probs"),
             ref_log_probs=optional("ref_log_probs"),
+            sampled=tensor(np.concatenate(sampled), np.bool_),
         ),
         counts=counts,
     )
