@@ -110,7 +110,7 @@ def run_job(job: Coroutine[Any, Any, Any]) -> None:
 
     The first SIGINT or SIGTERM stops it: it closes everything and reports how the run continues. The second ends the process at once, as does
     a job that is not closed after `STOP_TIMEOUT_S`, for example because a coroutine of the user swallows its cancellation. Child processes
-    end with this one.
+    end with this one. A signal that is ignored stays ignored, as SIGINT is in a script's background jobs.
 
     Raises:
         KeyboardInterrupt: The job was stopped.
@@ -128,8 +128,10 @@ def run_job(job: Coroutine[Any, Any, Any]) -> None:
         stopping[0].start()
         loop.call_soon_threadsafe(task.cancel)
 
-    main_thread = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)} if main_thread else {}
+    handled = []
+    if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
+        handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in handled}
     try:
         loop.run_until_complete(task)
     except asyncio.CancelledError:

@@ -1,5 +1,6 @@
 """The first signal closes, the second ends at once, and every stop has a bound."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from agentrl.cli.common import run_job
 
 JOB = """
 import asyncio, sys, time
@@ -92,6 +95,22 @@ def test_a_finished_job_does_not_wait_for_a_task_that_swallows_its_cancellation(
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
     assert out.splitlines()[-1] == "done"
+
+
+def test_an_ignored_signal_stays_ignored():
+    async def job():
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) is not before_term
+        await asyncio.sleep(0.05)
+
+    before_term = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run_job(job())
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGTERM) is before_term
 
 
 def test_every_command_prints_through_the_filter():
