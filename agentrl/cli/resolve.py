@@ -25,7 +25,7 @@ def resolve(args: argparse.Namespace, rest: Sequence[str]) -> Config:
     file, flags = _given(args, rest)
     env = flags.get("env", file.get("env"))
     config = build_config(file, flags, base={} if env in (None, "none") else env_defaults(str(env)))
-    _require_read(args.command, flags, config)
+    _require_read(args.command, flags)
     return _new_run(config)
 
 
@@ -77,7 +77,7 @@ def resolve_trained(args: argparse.Namespace, rest: Sequence[str], sources: Sequ
                 )
     own = {k: v for k, v in base.items() if k not in _NOT_TAKEN and (k == "threads" or FIELDS.get(k) != "engine")}
     config = build_config(file, flags, base=own)
-    _require_read(args.command, flags, config)
+    _require_read(args.command, flags)
     return _new_run(config)
 
 
@@ -95,7 +95,7 @@ _READ_BY_SFT = (
 _SECTIONS_OF_EPISODES = ("data", "rollout", "engine", "train", "eval")
 
 
-def _require_read(command: str, flags: Layer, config: Config) -> None:
+def _require_read(command: str, flags: Layer) -> None:
     """Refuse flags that the command does not read. A file of settings may serve several commands and is not checked.
 
     Raises:
@@ -108,8 +108,6 @@ def _require_read(command: str, flags: Layer, config: Config) -> None:
             reason = "in `agentrl sft`, which plays no episodes and has no rewards"
         elif command != "sft" and section == "sft":
             reason = f"in `agentrl {command}`; it is for `agentrl sft`"
-        elif command == "train" and section == "eval" and not config.eval.eval_interval and name != "eval_interval":
-            reason = "with --eval-interval 0, which switches evaluation off"
         if reason:
             raise ConfigError(f"{flag_names(name)[0]} has no effect {reason}; leave it out")
 

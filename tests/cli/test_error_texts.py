@@ -173,9 +173,6 @@ ERRORS = {
     "train --env search_r1 --sft-epochs 3": (
         "train: --sft-epochs has no effect in `agentrl train`; it is for `agentrl sft`; leave it out"
     ),
-    "train --env search_r1 --eval-interval 0 --eval-limit 3": (
-        "train: --eval-limit has no effect with --eval-interval 0, which switches evaluation off; leave it out"
-    ),
     "sft empty.jsonl --model model --num-rollout 3": (
         "sft: --num-rollout has no effect in `agentrl sft`, which plays no episodes and has no rewards; leave it out"
     ),
