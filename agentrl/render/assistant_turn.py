@@ -124,6 +124,11 @@ class TurnWriter:
         opened = header[at:] if at >= 0 else ""
         if opened and not opened.removeprefix(_OPEN).strip() and whole.startswith(header[:at]):
             return _continue_thought(opened, reasoning_of(turn), whole[at:])
+        shown = [*history, {"role": "assistant", "content": _PROBE}]
+        begun = self._template.render(shown, tools=tools, generate=False).partition(_PROBE)[0]
+        extra = header.removeprefix(begun)  # text that the template writes for a generation only
+        if header.startswith(begun) and not self._tokenizer.has_token(extra) and whole.startswith(begun):
+            return whole[len(begun) :]
         earlier = [without_reasoning(m) if m["role"] == "assistant" else m for m in history]
         if earlier != list(history):  # the turn may remove earlier reasoning: look at it after a history without
             shorter = self._template.render(earlier, tools=tools, generate=True)
