@@ -126,7 +126,7 @@ ERRORS = {
         "train: HERE/no_json.jsonl, line 2: not JSON: unexpected end of data: line 2 column 1 (char 42)"
     ),
     "train --env search_r1 --model model --prompt-data no_column.jsonl": (
-        "train: HERE/no_column.jsonl, line 1: no column 'question'; did you mean 'questions'?; set "
+        "train: HERE/no_column.jsonl, line 1: no column 'question'; did you mean 'questions'?; the columns are questions; set "
         "--input-key and --label-key"
     ),
     "train --config nowhere.toml": "train: nowhere.toml: cannot be read: No such file or directory",
@@ -154,7 +154,7 @@ ERRORS = {
     "train --train-only nowhere --model model": "train: no episodes at nowhere: it does not exist",
     "replay nowhere": "replay: no episodes at nowhere: it does not exist",
     "replay empty": "replay: empty: holds no episodes (no *.jsonl.zst files and no folder episodes/)",
-    "sft nowhere --model model": "sft: no episodes at nowhere: it does not exist",
+    "sft nowhere --model model": "sft: no data file nowhere",
     "check": "check: the following arguments are required: --env",
     "check --env search_r1 --episodes 0": "check: --episodes must be at least 1, found 0",
     "help --learning-ratio": "help: unknown flag --learning-ratio; did you mean 'learning-rate' or 'clip-ratio' or 'warmup-ratio'?",
