@@ -49,11 +49,13 @@ class Server(Double):
             await self.going.wait()
             await asyncio.sleep(self.delay_s)
         ids, text = self.answer(body)
+        ids = ids[: body["sampling_params"]["max_new_tokens"]]
         meta = {
             "input_token_logprobs": [[-0.5, i, None] for i in body["input_ids"]],
             "output_token_logprobs": [[-1 / (1 + i), i, None] for i in ids],
             "finish_reason": {"type": "stop", "matched": "</search>" if "</search>" in text else "</answer>"},
             "weight_version": self.weight_version,
+            "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(ids),
         }
         return web.json_response({"text": text, "output_ids": ids, "meta_info": meta})

@@ -53,7 +53,7 @@ class Fleet:
         self._weights_lock = asyncio.Lock()
         """held while the fleet is paused, goes to sleep, or restores a member's weights"""
         self._watcher: asyncio.Task[None] | None = None
-        self._asleep = self._paused = self._sending = self._closed = self._attached = False
+        self._asleep = self._paused = self._pausing = self._sending = self._closed = self._attached = False
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,11 @@ class Fleet:
     async def pause(self) -> None:
         """Pause all members; a member that fails is taken out. Idempotent."""
         if not self._paused:
-            await self._weights_lock.acquire()
+            self._pausing = True
+            try:
+                await self._weights_lock.acquire()
+            finally:
+                self._pausing = False
             self._paused = True
         await self._command(self._in_state("ready"), lambda e: e.pause())
 
@@ -350,9 +354,9 @@ class Fleet:
             if member.state == "down":
                 await member.revive(self._start_timeout_s, may_command=not self._attached)
                 await self._set_state(member, "stale")
-            if (
-                not self._weights_lock.locked()
-            ):  # else the watcher tries again: an update may use the member, and lose it, meanwhile
+            if not (
+                self._pausing or self._paused
+            ):  # else an update may use the member, and lose it; the watcher tries again
                 await self._make_ready(member)
         except AgentRLError as e:
             if member.reason != str(e):  # it is tried several times a second
