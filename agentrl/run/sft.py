@@ -105,7 +105,8 @@ def load_episodes(sources: Sequence[Path], components: Components, echo: Echo) -
 def is_recording(source: Path) -> bool:
     """Whether a source holds recorded episodes and not conversations."""
     if source.is_dir():
-        return (source / "episodes").is_dir() or any(source.glob("*.index")) or not _has_data(source)
+        is_run = (source / "episodes").is_dir() or (source / "config.toml").is_file()
+        return is_run or any(source.glob("*.index")) or not _has_data(source)
     return source.is_file() and data_suffix(source) not in SUFFIXES
 
 
