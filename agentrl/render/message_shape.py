@@ -94,23 +94,20 @@ def _changed(key: Any, change_key: ChangeText | None) -> Any:
 
 def message_texts_and_keys(message: Message) -> list[str]:
     """Every text and every key of a message."""
-    texts: list[str] = []
-
-    def collect(text: str) -> str:
-        texts.append(text)
-        return text
-
-    map_message_texts(message, collect, collect)
-    return texts
+    return _collected(map_message_texts, message)
 
 
 def texts_and_keys(value: Any) -> list[str]:
     """Every text and every key of a value."""
+    return _collected(map_texts, value)
+
+
+def _collected(map_function: Callable[[Any, ChangeText, ChangeText], Any], value: Any) -> list[str]:
     texts: list[str] = []
 
     def collect(text: str) -> str:
         texts.append(text)
         return text
 
-    map_texts(value, collect, collect)
+    map_function(value, collect, collect)
     return texts
