@@ -25,7 +25,7 @@ other kinds (core/infra_errors.py) count as such without it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
@@ -41,6 +41,13 @@ class UsageError(AgentRLError, ValueError):
 
 class ConfigError(UsageError):
     """An invalid flag or TOML key, or settings that contradict each other."""
+
+    @classmethod
+    def of_all(cls, problems: Sequence[str]) -> ConfigError:
+        """Return one error for several problems: a line for each, or just the sentence if there is only one."""
+        if len(problems) == 1:
+            return cls(problems[0])
+        return cls("\n  ".join([f"{len(problems)} settings cannot be used:", *problems]))
 
 
 class DataError(UsageError):

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from agentrl.cli.flag_advice import OTHER_VALUES
+from agentrl.cli.flag_advice import flag_tables
 from agentrl.cli.foreign_flags import parse_value, read_megatron, split_sglang
 from agentrl.config import FIELDS, SECTIONS, Layer
 from agentrl.config.describe import choices, plain_type
+from agentrl.config.load import value_problems
 from agentrl.config.settings import field_infos
 from agentrl.errors import ConfigError
 
@@ -111,19 +112,23 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
     """The settings given on the command line: ours from the namespace, SGLang's and Megatron's from the rest.
 
     Raises:
-        ConfigError: An unknown or refused flag, or a flag without its value.
+        ConfigError: Flags are unknown or refused, lack a value, or their values cannot be used; the message names all of them.
     """
     layer: Layer = {name: value for name, value in vars(namespace).items() if name in FIELDS}
-    for name in layer:
+    problems: list[str] = []
+    for name in list(layer):
         if plain_type(setting(name).annotation) is dict:
             layer[name] = dict(_pair(name, item) for item in layer[name])
-        elif instead := OTHER_VALUES.get((name, str(layer[name]))):
-            raise ConfigError(f"{flag_names(name)[0]} {layer[name]} is not accepted: {instead}")
+        elif wrong := value_problems({name: layer[name]}):
+            instead = flag_tables().values.get((name, str(layer[name])))
+            problems += [f"{flag_names(name)[0]} {layer[name]} is not accepted: {instead}"] if instead else wrong
     sglang, rest = split_sglang(rest)
     if sglang:
         layer["sglang"] = sglang
     if rest:
-        layer["megatron"] = read_megatron(rest, [flag[2:] for name in FIELDS for flag in flag_names(name)])
+        layer["megatron"] = read_megatron(rest, [flag[2:] for name in FIELDS for flag in flag_names(name)], problems)
+    if problems:
+        raise ConfigError.of_all(problems)
     return layer
 
 

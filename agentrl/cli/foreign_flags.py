@@ -1,4 +1,4 @@
-"""Flags of other programs: Megatron's by their own names, SGLang's as `--sglang-NAME`, and those that flag_advice.py renames or refuses."""
+"""Flags of other programs: Megatron's by their own names, SGLang's as `--sglang-NAME`, and those that `flag_advice` renames or refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.cli.flag_advice import REFUSED, SAME, advice, verl_advice
+from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice
+from agentrl.config import FIELDS
 from agentrl.errors import ConfigError, suggest
 
 
@@ -17,8 +18,9 @@ def own_names(words: Sequence[str]) -> list[str]:
 
 def _own_name(word: str) -> str:
     name, equals, value = word[2:].partition("=")
-    name = name.replace("_", "-")
-    return f"--{SAME.get(name, name)}{equals}{value}"
+    if name.replace("-", "_") not in FIELDS:
+        name = our_name(name.replace("_", "-"))
+    return f"--{name.replace('_', '-')}{equals}{value}"
 
 
 def split_sglang(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -40,30 +42,48 @@ def split_sglang(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return flags, others
 
 
-def read_megatron(words: Sequence[str], ours: Iterable[str]) -> dict[str, Any]:
-    """Megatron's settings by field name, from words that are not flags of agentrl; `ours` are suggested for misspelled flags.
+def read_megatron(words: Sequence[str], ours: Iterable[str], problems: list[str]) -> dict[str, Any]:
+    """Megatron's settings by field name, from words that are not flags of agentrl.
 
-    Raises:
-        ConfigError: A flag is unknown or refused, or has no value.
+    Args:
+        words: the command line without agentrl's own flags.
+        ours: names of agentrl's flags, suggested for misspelled ones.
+        problems: flags that are unknown or refused, or lack a value, are appended, one sentence for each.
     """
     settings: dict[str, Any] = {}
     words, ours = list(words), list(ours)
     while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            specs = _megatron_flags() if "=" in word else {}
-            if instead := verl_advice(word, [*ours, *specs]):
-                raise ConfigError(f"{word}: agentrl has flags, not verl's keys; {instead}")
-            raise ConfigError(f"unexpected {word!r}; flags begin with --")
-        name, _, attached = word[2:].partition("=")
-        if instead := advice(name):
-            raise ConfigError(f"--{name} is not accepted: {instead}")
-        specs = _megatron_flags()
-        if name not in specs:
-            raise not_a_flag(name, [*specs, *ours, *REFUSED, *SAME])
-        field, value = specs[name].parse([attached] if attached else _take_values(words))
-        settings[field] = value
+        word, *words = words
+        values = _take_values(words) if word.startswith("--") and "=" not in word else []
+        try:
+            field, value = _read_flag(word, values, ours)
+        except ConfigError as e:
+            problems.append(str(e))
+        else:
+            settings[field] = value
     return settings
+
+
+def _read_flag(word: str, values: Sequence[str], ours: Sequence[str]) -> tuple[str, Any]:
+    """The field of Megatron that a flag sets, and its value.
+
+    Raises:
+        ConfigError: the flag is unknown or refused, or its value does not fit.
+    """
+    if not word.startswith("--"):
+        specs = _megatron_flags() if "=" in word else {}
+        if instead := verl_advice(word, [*ours, *specs]):
+            raise ConfigError(f"{word}: agentrl has flags, not verl's keys; {instead}")
+        raise ConfigError(f"unexpected {word!r}; flags begin with --")
+    name, _, attached = word[2:].partition("=")
+    if instead := advice(name):
+        raise ConfigError(f"--{name} is not accepted: {instead}")
+    specs = _megatron_flags()
+    if name not in specs:
+        tables = flag_tables()
+        raise not_a_flag(name, [*specs, *ours, *tables.refused, *tables.same])
+    field, value = specs[name].parse([attached] if attached else list(values))
+    return field, value
 
 
 def split_unknown(words: Sequence[str], unknown: Sequence[str]) -> tuple[list[str], list[str]]:

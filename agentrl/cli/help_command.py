@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from agentrl.cli.common import Commands, print_now, require_no_more
-from agentrl.cli.flag_advice import REFUSED, SAME, advice
+from agentrl.cli.flag_advice import advice, flag_tables, our_name
 from agentrl.cli.flags import default_text, flag_names, metavar, setting
 from agentrl.cli.foreign_flags import not_a_flag
 from agentrl.config import FIELDS
@@ -40,8 +40,8 @@ def explain(name: str, commands: Commands) -> str:
     ours |= {field.replace("_", "-"): field for field in FIELDS}
     if name in ours:
         return _explain_setting(ours[name])
-    if name in SAME:
-        return f"--{name} means --{SAME[name]} here\n\n{explain(SAME[name], commands)}"
+    if (ours_called := our_name(name)) != name:
+        return f"--{name} means --{ours_called} here\n\n{explain(ours_called, commands)}"
     if instead := advice(name):
         return f"--{name} is not accepted: {instead}"
     if name.startswith("sglang-"):
@@ -83,7 +83,7 @@ def _explain_megatron(name: str, commands: Commands) -> str:
     if name not in specs:
         actions = (action for parser in commands.parsers.values() for action in parser._actions)
         ours = (option.removeprefix("--") for action in actions for option in action.option_strings)
-        raise not_a_flag(name, [*specs, *ours, *REFUSED, *SAME])
+        raise not_a_flag(name, [*specs, *ours, *flag_tables().refused, *flag_tables().same])
     spec = specs[name]
     value = "" if spec.fixed is not None else " VALUE" + (" ..." if spec.many else "")
     facts = {

@@ -101,6 +101,7 @@ def _require_read(command: str, flags: Layer) -> None:
     Raises:
         ConfigError: A flag has no effect.
     """
+    unread = []
     for name in flags:
         section = FIELDS.get(name)
         reason = ""
@@ -109,7 +110,9 @@ def _require_read(command: str, flags: Layer) -> None:
         elif command != "sft" and section == "sft":
             reason = f"in `agentrl {command}`; it is for `agentrl sft`"
         if reason:
-            raise ConfigError(f"{flag_names(name)[0]} has no effect {reason}; leave it out")
+            unread.append(f"{flag_names(name)[0]} has no effect {reason}; leave it out")
+    if unread:
+        raise ConfigError.of_all(unread)
 
 
 def _given(args: argparse.Namespace, rest: Sequence[str]) -> tuple[Layer, Layer]:

@@ -73,22 +73,35 @@ def build_config(*layers: Layer, base: Layer | None = None) -> Config:
                 raise ConfigError(f"unknown setting {key!r}{suggest(key, FIELDS)}")
             before: Any = merged.get(key)
             merged[key] = {**before, **value} if isinstance(value, Mapping) and isinstance(before, Mapping) else value
-    sections = {name: _section(cls, merged) for name, cls in SECTIONS.items()}
+    if problems := value_problems(merged):
+        raise ConfigError.of_all(problems)
+    sections = {
+        name: _adapter(cls).validate_python(_values(cls, merged), strict=False) for name, cls in SECTIONS.items()
+    }
     config = Config(**sections, megatron=dict(merged.get("megatron", {})), sglang=dict(merged.get("sglang", {})))
     check(config, {key for layer in layers for key in layer})
     return config
 
 
-def _section(cls: type, merged: Layer) -> Any:
-    values = {
-        name: None if merged[name] == "none" and is_optional(info.annotation) else merged[name]
+def value_problems(layer: Layer) -> list[str]:
+    """One sentence for each setting whose value has the wrong type or is out of bounds."""
+    problems: dict[tuple[type, Any], str] = {}
+    for cls in SECTIONS.values():
+        try:
+            _adapter(cls).validate_python(_values(cls, layer), strict=False)
+        except ValidationError as e:
+            for error in reversed(e.errors()):
+                problems[cls, error["loc"][0]] = _sentence(cls, error)
+    return list(problems.values())
+
+
+def _values(cls: type, layer: Layer) -> Layer:
+    """The values of a section's fields."""
+    return {
+        name: None if layer[name] == "none" and is_optional(info.annotation) else layer[name]
         for name, info in field_infos(cls).items()
-        if name in merged
+        if name in layer
     }
-    try:
-        return _adapter(cls).validate_python(values, strict=False)
-    except ValidationError as e:
-        raise ConfigError(_sentence(cls, e.errors()[0])) from e
 
 
 def _sentence(cls: type, error: ErrorDetails) -> str:

@@ -26,9 +26,9 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss")
     _check_engine(config)
     _check_eval_data(config.eval.eval_prompt_data)
-    for name, what in _without_effect(config):
-        if name in given:
-            raise ConfigError(f"{_flag(name)} has no effect {what}")
+    unread = [f"{_flag(name)} has no effect {what}" for name, what in _without_effect(config) if name in given]
+    if unread:
+        raise ConfigError.of_all(unread)
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
-from agentrl.cli.flag_advice import OTHER_VALUES, REFUSED, REFUSED_PREFIXES, SAME, advice, verl_advice
+from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice
 from agentrl.cli.flags import flag_names, read_flags
 from agentrl.cli.foreign_flags import own_names
 from agentrl.cli.main import main, make_parser
@@ -16,6 +16,7 @@ from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settab
 PARSER, COMMANDS = make_parser()
 SETTINGS = {flag[2:] for name in FIELDS for flag in flag_names(name)}
 OPTIONS = {option[2:] for parser in COMMANDS.values() for action in parser._actions for option in action.option_strings}
+TABLES = flag_tables()
 ACCEPTED = SETTINGS | OPTIONS | set(megatron_flags())
 
 SLIME = """
@@ -73,13 +74,34 @@ def read(*words):
 
 def test_no_flag_of_slime_and_trl_is_unknown():
     for name in {*SLIME, *TRL}:
-        if SAME.get(name, name) in ACCEPTED:
+        if our_name(name) in ACCEPTED:
             assert advice(name) is None
             continue
         with pytest.raises(ConfigError) as e:
             read(f"--{name}", "1")
         assert str(e.value).startswith(f"--{name} ")
         assert (advice(name) or why_not_settable(name)) in str(e.value)
+
+
+def test_all_wrong_flags_are_reported_at_once():
+    with pytest.raises(ConfigError) as e:
+        read(
+            "--lr",
+            "-1",
+            "--wandb-key",
+            "x",
+            "--unheard-of",
+            "3",
+            "--kl-loss-type",
+            "low_var_kl",
+            "--tensor-model-parallel-size",
+            "z",
+        )
+    first, *lines = str(e.value).splitlines()
+    assert first == "5 settings cannot be used:"
+    flags = [line.split()[0] for line in lines]
+    assert {*flags, "unknown"} == {"--lr", "--wandb-key", "unknown", "--kl-loss-type", "--tensor-model-parallel-size"}
+    assert "  unknown flag --unheard-of" in str(e.value)
 
 
 def test_the_command_line_takes_and_refuses_them(here, capsys):
@@ -89,19 +111,23 @@ def test_the_command_line_takes_and_refuses_them(here, capsys):
     assert capsys.readouterr().err.startswith("agentrl train: --wandb-key is not accepted: metrics are written to")
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", TABLES.same)
 def test_a_flag_that_means_one_of_ours_sets_it(name):
-    target = SAME[name]
+    target = TABLES.same[name]
     assert target in SETTINGS | set(megatron_flags())
     assert name not in ACCEPTED
-    value = {"model-name-or-path": "m", "output-dir": "o", "use-tensorboard": "false", "adv-estimator": "rloo"}.get(
-        name, "3"
-    )
+    value = {
+        "model-name-or-path": "m",
+        "output-dir": "o",
+        "use-tensorboard": "false",
+        "adv-estimator": "rloo",
+        "top-p": "0.5",
+    }.get(name, "3")
     for flag in (f"--{name}", f"--{name.replace('-', '_')}"):
         assert read(flag, value) == read(f"{flag}={value}") == read(f"--{target}", value) != {}
 
 
-@pytest.mark.parametrize("text", sorted({*REFUSED.values(), *REFUSED_PREFIXES.values()}))
+@pytest.mark.parametrize("text", sorted({*TABLES.refused.values(), *TABLES.prefixes.values()}))
 def test_advice_never_names_a_flag_that_is_itself_refused(text):
     for name in re.findall(r"--([a-z][a-z0-9-]*)", text):
         assert name in ACCEPTED or name.startswith("sglang-"), name
@@ -110,21 +136,21 @@ def test_advice_never_names_a_flag_that_is_itself_refused(text):
         assert command in COMMANDS, command
 
 
-@pytest.mark.parametrize("key", OTHER_VALUES, ids="-".join)
+@pytest.mark.parametrize("key", TABLES.values, ids="-".join)
 def test_values_of_other_programs_are_refused_with_the_value_to_give(key):
     name, value = key
-    with pytest.raises(ConfigError, match=f"^--.* {value} is not accepted: {OTHER_VALUES[key]}"):
+    with pytest.raises(ConfigError, match=f"^--.* {value} is not accepted: {TABLES.values[key]}"):
         read(f"--{name}", value)
     with pytest.raises(ConfigError, match="must be one of"):
         build_config({name: value})
-    given = re.findall(r"give (\w+)", OTHER_VALUES[key])
+    given = re.findall(r"give (\w+)", TABLES.values[key])
     for v in given:
         build_config({name: v})
 
 
 def test_the_tables_do_not_refuse_what_is_accepted():
-    assert not REFUSED.keys() & ACCEPTED
-    assert not REFUSED.keys() & SAME.keys()
+    assert not TABLES.refused.keys() & ACCEPTED
+    assert not TABLES.refused.keys() & TABLES.same.keys()
     assert [name for name in sorted(ACCEPTED) if advice(name)] == []
 
 

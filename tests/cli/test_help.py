@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from agentrl.cli.common import Commands
-from agentrl.cli.flag_advice import REFUSED, SAME
+from agentrl.cli.flag_advice import flag_tables
 from agentrl.cli.flags import BASIC, default_text, flag_names, metavar, setting, summary
 from agentrl.cli.help_command import explain
 from agentrl.cli.main import main, make_parser
@@ -107,15 +107,17 @@ def test_one_flag(capsys):
 
 
 def test_a_refused_flag_is_explained_with_the_advice(capsys):
-    assert printed(capsys, "help", "rm-type") == f"--rm-type is not accepted: {REFUSED['rm-type']}\n"
-    for name, instead in REFUSED.items():
+    assert printed(capsys, "help", "rm-url") == f"--rm-url is not accepted: {flag_tables().refused['rm-url']}\n"
+    for name, instead in flag_tables().refused.items():
         assert explain(name, Commands(argparse.ArgumentParser(), ())) == f"--{name} is not accepted: {instead}"
 
 
 def test_a_flag_that_means_one_of_ours_is_explained_as_that(capsys):
     for name in ("num-generations", "max-grad-norm"):
         text = printed(capsys, "help", f"--{name}")
-        assert text == f"--{name} means --{SAME[name]} here\n\n" + printed(capsys, "help", SAME[name])
+        assert text == f"--{name} means --{flag_tables().same[name]} here\n\n" + printed(
+            capsys, "help", flag_tables().same[name]
+        )
 
 
 def test_a_flag_of_megatron_is_explained(capsys):
