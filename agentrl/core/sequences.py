@@ -14,12 +14,14 @@ def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def ids_checksum(ids: Sequence[int], before: int = 0) -> int:
-    """CRC-32 of token ids as int32. `before`: the checksum of the ids that precede them.
+    """CRC-32 of token ids as int32. `ids` may be packed in an array. `before`: the checksum of the ids that precede them.
 
     Raises:
         OverflowError: an id is outside int32 and uint32.
         TypeError: an id is not an integer.
     """
+    if isinstance(ids, array):
+        return zlib.crc32(ids, before)
     try:
         packed = array("I", ids)  # the same bytes as int32 for ids of at least 0, and several times faster
     except OverflowError:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sglang.api import ServerApi
 from agentrl.engine.sglang.protocol import (
     add_images,
     check_prompt,
     concatenate,
-    ids_below,
+    context_checksum,
     must_continue,
     read_finish_reason,
     read_generation,
@@ -178,11 +177,6 @@ class SGLangEngine:
             raise EngineFailure(f"the engine at {self.address} is asleep; call wake before generate", "engine asleep")
         context = ids if isinstance(ids, list) else list(ids)
         max_new_tokens = check_request(context, sampling, self.context_length)
-        if self.vocab_size is not None and not ids_below(context, self.vocab_size):
-            raise EngineFailure(
-                f"the context has ids outside 0..{self.vocab_size - 1}; is its tokenizer the model's?",
-                "ids outside the vocabulary",
-            )
         flight = _Flight(session)
         self._flights.add(flight)
         parts: list[Generation] = []
@@ -191,21 +185,21 @@ class SGLangEngine:
             while True:
                 body = request_body(context, sampling, max_new_tokens, seeded=facts.deterministic)
                 if crc is None:
-                    crc = ids_checksum(body["input_ids"])
+                    crc = context_checksum(body["input_ids"], self.vocab_size)
                 response = await self._send(flight, add_images(body, images) if images else body)
                 if read_finish_reason(response, self.address) is FinishReason.ABORT:
                     self._count_abort(flight, response)
                     continue
                 check_prompt(response, context, self.address, images=bool(images))
-                part = read_generation(response, self._first_version, self.address, self.vocab_size)
+                part = read_generation(response, self._first_version, self.address, self.vocab_size, context_crc=crc)
                 self._check_version(part, flight)
                 parts.append(part)
                 max_new_tokens -= len(part.ids)
                 if not must_continue(part, sampling):
-                    return concatenate(parts, crc)
+                    return concatenate(parts)
                 if max_new_tokens <= 0:
                     full = replace(part, finish_reason=FinishReason.LENGTH, matched_stop=None)
-                    return concatenate([*parts[:-1], full], crc)
+                    return concatenate([*parts[:-1], full])
                 context = [*context, *part.ids]
         finally:
             self._flights.discard(flight)

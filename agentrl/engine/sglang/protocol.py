@@ -7,12 +7,13 @@ import math
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.types import FinishReason
@@ -138,12 +139,34 @@ def add_images(body: dict[str, Any], images: Sequence[PlacedImage]) -> dict[str,
 
 def ids_below(ids: Sequence[int], vocab_size: int) -> bool:
     """Whether all ids are in a vocabulary of this size."""
-    if not ids:
-        return True
     try:
-        return int(np.frombuffer(array("I", ids), np.uint32).max()) < vocab_size
+        packed = array("I", ids)
     except (OverflowError, TypeError):  # negative, over 32 bits, or not an integer
         return False
+    return _below(packed, vocab_size)
+
+
+def context_checksum(ids: Sequence[int], vocab_size: int | None) -> int:
+    """`ids_checksum` of a context. `vocab_size`: None if unknown.
+
+    Raises:
+        EngineFailure: an id is outside the vocabulary.
+    """
+    packed: array[int] | None
+    try:
+        packed = array("I", ids)
+    except (OverflowError, TypeError):
+        packed = None
+    if packed is None or not (vocab_size is None or _below(packed, vocab_size)):
+        bound = "non-negative 32-bit integers" if vocab_size is None else f"0..{vocab_size - 1}"
+        raise EngineFailure(
+            f"the context has ids outside {bound}; is its tokenizer the model's?", "ids outside the vocabulary"
+        )
+    return ids_checksum(packed)
+
+
+def _below(packed: array[int], vocab_size: int) -> bool:
+    return not packed or int(np.frombuffer(packed, np.uint32).max()) < vocab_size
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------
@@ -210,9 +233,21 @@ def read_finish_reason(response: Any, address: str) -> FinishReason:
 
 
 def read_generation(
-    response: Mapping[str, Any], unnamed_version: int, address: str, vocab_size: int | None = None
+    response: Mapping[str, Any],
+    unnamed_version: int,
+    address: str,
+    vocab_size: int | None = None,
+    *,
+    context_crc: int | None = None,
 ) -> Generation:
-    """The response of /generate as a Generation. All loops over tokens run in C. `vocab_size`: None if unknown.
+    """The response of /generate as a Generation. All loops over tokens run in C.
+
+    Args:
+        response: The JSON object.
+        unnamed_version: The policy version of weights whose version is not a number.
+        address: The server, for errors.
+        vocab_size: None if unknown.
+        context_crc: The checksum of the ids that were sent.
 
     Raises:
         EngineFailure: the response is malformed; ids and log-probs do not belong together, are not numbers, or are outside their range.
@@ -229,7 +264,7 @@ def read_generation(
     if len(versions) > 1:
         raise EngineAbort("the weights changed while the generation was in flight", "weight update")
     ids, log_probs = _read_tokens(response, where)
-    if not ids_below(ids, 1 << 31 if vocab_size is None else vocab_size):
+    if ids and not 0 <= min(ids) <= max(ids) < (1 << 31 if vocab_size is None else vocab_size):
         bound = "non-negative 32-bit integers" if vocab_size is None else f"0..{vocab_size - 1}"
         raise EngineFailure(
             f"{where} sampled the ids {min(ids)} to {max(ids)}, expected {bound}; is the server's model the trained one?",
@@ -244,6 +279,7 @@ def read_generation(
         matched_stop=matched,
         policy_version=read_version(version, unnamed_version),
         cached_tokens=cached,
+        context_crc=context_crc,
     )
 
 
@@ -285,15 +321,15 @@ def must_continue(part: Generation, sampling: SamplingParams) -> bool:
     return sampling.ignore_eos and at_token and part.matched_stop not in sampling.stop_token_ids
 
 
-def concatenate(parts: list[Generation], context_crc: int | None = None) -> Generation:
-    """Generations that continue one another as one. `context_crc`: of the context of the first.
+def concatenate(parts: list[Generation]) -> Generation:
+    """Generations that continue one another as one.
 
     Raises:
         EngineAbort: weights of different versions sampled them.
     """
     last = parts[-1]
     if len(parts) == 1:
-        return replace(last, context_crc=context_crc)
+        return last
     if len({p.policy_version for p in parts}) > 1:
         raise EngineAbort("the weights changed while the generation was in flight", "weight update")
     return Generation(
@@ -303,5 +339,5 @@ def concatenate(parts: list[Generation], context_crc: int | None = None) -> Gene
         matched_stop=last.matched_stop if last.finish_reason is FinishReason.STOP else None,
         policy_version=last.policy_version,
         cached_tokens=parts[0].cached_tokens,
-        context_crc=context_crc,
+        context_crc=parts[0].context_crc,
     )
