@@ -9,7 +9,7 @@ from agentrl.core.infra_errors import register_infra_error
 from agentrl.env import Env, ToolEnv, register_env
 from agentrl.errors import AgentRLError, InfraError
 from agentrl.reward import Reward, reward
-from agentrl.tool import Tool, ToolLimits, tool
+from agentrl.tool import Tool, ToolLimits, ToolSpec, spec_of, tool
 from agentrl.train.sample import Sample
 from agentrl.types import Action, Observation, StepResult, Task, Trajectory
 
@@ -28,9 +28,11 @@ __all__ = [
     "Tool",
     "ToolEnv",
     "ToolLimits",
+    "ToolSpec",
     "Trajectory",
     "register_env",
     "register_infra_error",
     "reward",
+    "spec_of",
     "tool",
 ]

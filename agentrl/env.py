@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from agentrl.core.real_number import MAX_MAGNITUDE, real_number
 from agentrl.core.registry import Registry
 from agentrl.errors import ConfigError, ContractError, shown, suggest
-from agentrl.tool import Tool, ToolSpec, check_limit, spec_of, tools_of
+from agentrl.tool import Tool, ToolSpec, check_limit, declared_tools, spec_of, tools_of
 from agentrl.types import Action, Message, Observation, StepResult, Task
 
 
@@ -56,8 +56,9 @@ class Env:
     """`@reward` functions, or their names, that score the episodes; `--reward` overrides them"""
     tools: ClassVar[Sequence[Any]] = ()
     """`@tool` functions, `Tool` classes and `Tool` objects; `@tool` methods need not be listed"""
-    action_format: ClassVar[str | None] = None
-    """how the policy writes its actions: a name in agentrl.render.FORMATS ('search_r1', 'hermes', …); None: the model family's format"""
+    action_format: ClassVar[Any] = None
+    """how the policy writes its actions: a name in agentrl.render.FORMATS ('search_r1', 'hermes', …), or an `ActionFormat`, such as
+    `TagFormat(calls={"code": ("python", "code")})` of agentrl.render for tags of one's own; None: the model family's format"""
     system_prompt: ClassVar[str | None] = None
     """the content of a system message before the first observation; None: no such message"""
     shows_tools: ClassVar[bool] = False
@@ -69,6 +70,8 @@ class Env:
     """the evaluation score shown in the closing summary and the curve: 'reward', or the name of a reward component"""
     eval_groups: ClassVar[Sequence[str]] = ()
     """keys of `Task.metadata` by whose values the mean reward of an evaluation is also reported (`eval/test/reward_hops2`)"""
+    max_concurrency: ClassVar[int | None] = None
+    """episodes of this class that run at the same time, besides the limit of `--concurrency` on all; None: no limit of its own"""
     threads: ClassVar[int] = 32
     """sync methods that run at the same time, over all episodes of this class"""
     input_key: ClassVar[str] = "prompt"
@@ -82,11 +85,29 @@ class Env:
         """Check the class attributes that are limits.
 
         Raises:
-            ContractError: `threads` or `timeout_s` cannot be used.
+            ContractError: `threads`, `max_concurrency` or `timeout_s` cannot be used.
         """
         super().__init_subclass__(**kwargs)
         check_limit(f"environment {cls.__name__}", "timeout_s", cls.timeout_s)
         check_limit(f"environment {cls.__name__}", "threads", cls.threads, least=1)
+        if cls.max_concurrency is not None:
+            check_limit(f"environment {cls.__name__}", "max_concurrency", cls.max_concurrency, least=1)
+
+    @overridable
+    async def check_ready(self) -> None:
+        """Check what the environment needs besides its arguments, such as a server. Called once before a run, on an instance that plays no episode.
+
+        Raises:
+            ConfigError: it is not there; the run does not start.
+
+        Example:
+            >>> from pathlib import Path
+            >>> from agentrl.errors import ConfigError
+            >>> class Maps(Env):
+            ...     def check_ready(self):
+            ...         if not Path("/maps").is_dir():
+            ...             raise ConfigError("Maps needs the folder /maps; download it with `make maps`")
+        """
 
     @overridable
     async def reset(self, task: Task, *, seed: int) -> ObservationLike:
@@ -150,6 +171,9 @@ class Env:
     def tasks(cls, split: str) -> Iterable[Task]:
         """The environment's own tasks. `--prompt-data` and `--eval-prompt-data` override them.
 
+        An override may have further parameters: each receives the environment's argument of its name (`--env-arg`), or the default of the
+        constructor's parameter of that name.
+
         Args:
             split: 'train' or 'test'.
 
@@ -158,6 +182,18 @@ class Env:
 
         Raises:
             ConfigError: the environment has no tasks, or none of this split.
+
+        Example:
+            >>> class Sums(ToolEnv):
+            ...     def __init__(self, digits: int = 1):
+            ...         self.digits = digits
+            ...
+            ...     @classmethod
+            ...     def tasks(cls, split, digits):
+            ...         return [Task(f"{n}", f"{n} + {n} = ?", str(2 * n)) for n in range(10**digits)]
+            >>> from agentrl.env import tasks_of
+            >>> len(list(tasks_of(Sums, "train", {"digits": 2})))
+            100
         """
         raise ConfigError(f"environment {cls.label()} has no tasks; give some with --prompt-data FILE")
 
@@ -177,8 +213,31 @@ class Env:
         """The name shown in records and tables."""
         return cls.name or cls.__name__
 
-    def tool_specs(self) -> list[ToolSpec]:
-        """The tools of this instance: those in `tools`, then the `@tool` methods. `Tool` classes are instantiated (see `tool_instances`)."""
+    def tool_specs(self, task: Task | None = None) -> list[ToolSpec]:
+        """The tools of this instance: those in `tools`, then the `@tool` methods. `Tool` classes are instantiated (see `tool_instances`).
+
+        An override may have a parameter `task`, and return the tools of that task. It is None when the environment is checked before a run.
+        A call of a tool whose `fn` is None is not made: `step` finds it in `action.calls`, without a result. Tools in the column `tools` of a
+        data file are such tools, unless the environment has one of that name.
+
+        Args:
+            task: the task of the episode; None: the check before a run.
+
+        Returns:
+            The tools, each with another name.
+
+        Raises:
+            ContractError: two tools have the same name, or one has no usable name or signature.
+
+        Example:
+            >>> from agentrl import ToolSpec
+            >>> class Desk(ToolEnv):
+            ...     def tool_specs(self, task):
+            ...         names = task.metadata["applications"] if task else ()
+            ...         return [ToolSpec(name, f"Open {name}.", {"type": "object"}, lambda: "open") for name in names]
+            >>> [spec.name for spec in Desk().tool_specs(Task("0", "Write a letter.", metadata={"applications": ["editor"]}))]
+            ['editor']
+        """
         specs = []
         for item in self.tools:
             obj = item() if inspect.isclass(item) and issubclass(item, Tool) else item
@@ -186,10 +245,7 @@ class Env:
                 self.tool_instances.append(obj)
             specs.append(spec_of(obj))
         specs += tools_of(self)
-        names = [s.name for s in specs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ContractError(f"environment {self.label()} has two tools of the same name: {twice}")
+        require_unique_tools(self.label(), specs)
         return specs
 
     @property
@@ -203,7 +259,7 @@ class ToolEnv(Env):
     """An environment that consists of tools and a reward.
 
     Its observations are the tool results and messages about calls that could not be parsed. An answer ends the episode, as does a turn
-    without a tool call.
+    without a tool call, or one that calls a tool without a function (the calls are then what the policy answers).
 
     Example:
         >>> from agentrl import reward, tool
@@ -225,7 +281,7 @@ class ToolEnv(Env):
     @overridable
     async def step(self, action: Action) -> StepResult:
         """Return the tool results as the observation; see `Env.step`."""
-        if action.answer is not None:
+        if action.answer is not None or len(action.results) < len(action.calls):
             return StepResult(terminated=True)
         messages = tool_messages(action)
         return StepResult(messages, terminated=not messages)
@@ -257,6 +313,44 @@ def takes_group_seed(env: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _parameters(method: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(method).parameters)
+
+
+def task_tools(env: Env, task: Task | None) -> list[ToolSpec]:
+    """The tools of an instance for a task: the environment's, then those in the task's column `tools` that the environment does not have.
+
+    Raises:
+        ContractError: two tools have the same name, or one has no usable name or signature.
+    """
+    specs = env.tool_specs(task) if "task" in _parameters(type(env).tool_specs) else env.tool_specs()
+    require_unique_tools(env.label(), specs)
+    declared = declared_tools(task.metadata.get("tools") or ()) if task else []
+    require_unique_tools(f"{env.label()}, task {task.id if task else ''}", declared)
+    own = {spec.name for spec in specs}
+    return [*specs, *(spec for spec in declared if spec.name not in own)]
+
+
+def require_unique_tools(where: str, specs: Sequence[ToolSpec]) -> None:
+    """Refuse two tools of one name.
+
+    Raises:
+        ContractError: there are two.
+    """
+    names = [s.name for s in specs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ContractError(f"environment {where} has two tools of the same name: {twice}")
+
+
+def tasks_of(env_class: type[Env], split: str, args: Mapping[str, Any]) -> Iterable[Task]:
+    """The environment's own tasks of a split, for these arguments of its constructor."""
+    wanted = list(inspect.signature(env_class.tasks).parameters.values())[1:]
+    defaults = {n: p.default for n, p in inspect.signature(env_class).parameters.items() if p.default is not p.empty}
+    if any(p.kind is p.VAR_KEYWORD for p in wanted):
+        return env_class.tasks(split, **args)
+    known = {**defaults, **args}
+    return env_class.tasks(
+        split, **{p.name: known[p.name] for p in wanted if p.name in args or (p.name in known and p.default is p.empty)}
+    )
 
 
 def constructor_is_trivial(make: Callable[[], Env], env_class: type[Env]) -> bool:

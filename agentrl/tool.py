@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeVar, overload
@@ -71,16 +71,35 @@ def check_limit(where: str, name: str, value: Any, *, least: int | None = None) 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A callable, the schema that the policy sees, and the limits of its calls."""
+    """A tool as the policy sees it, with the function that its calls run and the limits of these calls.
+
+    `Env.tool_specs` returns them. `spec_of` makes one of a `@tool` function; the constructor makes one of a JSON Schema that exists already,
+    such as that of a tool on a server.
+
+    Example:
+        >>> schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        >>> weather = ToolSpec("weather", "The weather in a city.", schema, lambda city: f"sunny in {city}")
+        >>> weather.arguments({"city": "Paris"})
+        {'city': 'Paris'}
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON Schema of the arguments"""
-    fn: Callable[..., Any]
-    model: type[BaseModel]
-    """validates the arguments"""
+    fn: Callable[..., Any] | None = None
+    """the function that a call runs, with its arguments by name; None: no call is made, and `Env.step` reads the calls from `action.calls`"""
+    model: type[BaseModel] | None = None
+    """validates and converts the arguments; None: only their names are checked against `parameters`"""
     limits: ToolLimits = field(default_factory=ToolLimits)
+    key: str = ""
+    """tools of equal name and key share their limits over all episodes; empty: the function's module and name"""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(str(self.name)):
+            raise ContractError(
+                f"a tool's name must be 1 to 64 letters, digits, '_', '-' or '.'; found {self.name!r:.80}"
+            )
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -96,12 +115,23 @@ class ToolSpec:
         Raises:
             ValueError: arguments are missing, unknown or of the wrong type; the message is written for the policy.
         """
+        if self.model is None:
+            return self._named_arguments(given)
         try:
             parsed = self.model.model_validate(dict(given))
         except ValidationError as e:
             problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'arguments'}: {p['msg']}" for p in e.errors()[:3])
             raise ValueError(f"bad arguments for {self.name}: {problems}") from e
         return {f.alias or name: getattr(parsed, name) for name, f in self.model.model_fields.items()}
+
+    def _named_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        known = self.parameters.get("properties", {})
+        problems = [f"{name}: Field required" for name in self.parameters.get("required", ()) if name not in given]
+        if self.parameters.get("additionalProperties") is False:
+            problems += [f"{name}: Extra inputs are not permitted" for name in given if name not in known]
+        if problems:
+            raise ValueError(f"bad arguments for {self.name}: {'; '.join(problems[:3])}")
+        return dict(given)
 
 
 class Tool:
@@ -220,6 +250,21 @@ def _name_of(obj: Any) -> str:
         cls = obj if inspect.isclass(obj) else type(obj)
         return str(cls.name or _snake(cls.__name__))
     return str(getattr(obj, _MARK, (getattr(obj, "__name__", ""),))[0])
+
+
+def declared_tools(schemas: Iterable[Mapping[str, Any]]) -> list[ToolSpec]:
+    """The tools of schemas in OpenAI's format, `{"type": "function", "function": {"name", …}}`. They have no function.
+
+    Raises:
+        ContractError: a name cannot be used for a tool.
+    """
+    functions = [schema.get("function", schema) for schema in schemas]
+    return [
+        ToolSpec(
+            f.get("name", ""), f.get("description") or "", f.get("parameters") or {"type": "object", "properties": {}}
+        )
+        for f in functions
+    ]
 
 
 def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:

@@ -152,6 +152,8 @@ class EpisodeSpec:
     """number of retries so far, each after a failure of infrastructure"""
     prefix: str = ""
     """'eval/NAME/STEP/' for episodes of an evaluation, which have separate ordinals"""
+    env: str = ""
+    """label of the environment that plays it, in a run of several; empty: the run has one"""
 
     @property
     def episode_id(self) -> str:

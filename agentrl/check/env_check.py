@@ -21,7 +21,7 @@ from agentrl.check.instrumented_env import TIMEOUT_S, instrument
 from agentrl.check.scripted_policies import Policy, make_tiny_renderer
 from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.engine.base import SamplingParams
-from agentrl.env import Env
+from agentrl.env import Env, task_tools, tasks_of
 from agentrl.errors import ConfigError, RewardFailure, UsageError
 from agentrl.reward import Reward, Scorer, resolve_rewards
 from agentrl.rollout.env_instance import ThreadPools
@@ -69,10 +69,10 @@ async def check_env(
     """
     findings = Findings()
     args = dict(args or {})
-    tasks = list(tasks) if tasks else await _own_tasks(env_class, findings)
+    tasks = list(tasks) if tasks else await _own_tasks(env_class, args, findings)
     _check_tasks(env_class, tasks, findings)
     rewards = _resolved_rewards(env_class, findings)
-    tools = await _tool_specs(env_class, args, findings)
+    tools = await _tool_specs(env_class, args, tasks[:episodes], findings)
     report = Report(env_class.label())
     if tools is not None:
         player = _Player(env_class, args, rewards, tools, findings, seed)
@@ -101,7 +101,7 @@ class _Player:
         env: type[Env],
         args: dict[str, Any],
         rewards: Sequence[Reward],
-        tools: Sequence[ToolSpec],
+        tools: Mapping[str, Sequence[ToolSpec]],
         findings: Findings,
         seed: int,
     ) -> None:
@@ -113,7 +113,7 @@ class _Player:
     async def run(self, specs: Sequence[EpisodeSpec], concurrency: int) -> list[Trajectory | None]:
         """Return one trajectory per spec; None where the environment violated its contract."""
         scorer = Scorer(self.rewards)
-        engine = Policy(self.renderer, self.tools, {s.episode_id: s for s in specs}).engine()
+        engine = Policy(self.renderer, lambda task: self.tools[task.id], {s.episode_id: s for s in specs}).engine()
         sampling = SamplingParams(max_new_tokens=1)
         runner = EpisodeRunner(
             make_env=self.make,
@@ -121,7 +121,7 @@ class _Player:
             engine=engine,
             renderer=self.renderer,
             scorer=scorer,
-            limits=replace(_LIMITS, max_turns=max(_LIMITS.max_turns, len(self.tools) + 3)),
+            limits=replace(_LIMITS, max_turns=max(_LIMITS.max_turns, max(map(len, self.tools.values())) + 3)),
             sampling=sampling,
             seed=self.seed,
             pools=ThreadPools(self.env),
@@ -146,14 +146,14 @@ class _Player:
 # -- before the episodes -----------------------------------------------------------------------------------------------
 
 
-async def _own_tasks(env_class: type[Env], findings: Findings) -> list[Task]:
+async def _own_tasks(env_class: type[Env], args: Mapping[str, Any], findings: Findings) -> list[Task]:
     """Return the environment's tasks of both splits; generated ones if it has none."""
     tasks: list[Task] = []
     pool = TimeoutPool("check")
     for split in ("train", "test"):
         where = f"tasks({split!r})"
         try:
-            items = await pool.call(_first_tasks, env_class, split, timeout_s=_SETUP_TIMEOUT_S)
+            items = await pool.call(_first_tasks, env_class, split, args, timeout_s=_SETUP_TIMEOUT_S)
         except ConfigError as e:
             do = "nothing, if it is used with --prompt-data; this check used generated tasks"
             findings.note("tasks", str(e), do)
@@ -173,8 +173,8 @@ async def _own_tasks(env_class: type[Env], findings: Findings) -> list[Task]:
     return tasks or [Task("generated-0", "What is one plus one?", "2"), Task("generated-1", "Say hello.", "hello")]
 
 
-def _first_tasks(env_class: type[Env], split: str) -> list[Any]:
-    return list(islice(env_class.tasks(split), _MAX_TASKS))
+def _first_tasks(env_class: type[Env], split: str, args: Mapping[str, Any]) -> list[Any]:
+    return list(islice(tasks_of(env_class, split, args), _MAX_TASKS))
 
 
 def _check_tasks(env_class: type[Env], tasks: Iterable[Task], findings: Findings) -> None:
@@ -203,12 +203,20 @@ def _resolved_rewards(env_class: type[Env], findings: Findings) -> tuple[Reward,
         return ()
 
 
-async def _tool_specs(env_class: type[Env], args: dict[str, Any], findings: Findings) -> list[ToolSpec] | None:
-    """Return the tools of an instance; None if no instance can be created."""
+async def _tool_specs(
+    env_class: type[Env], args: dict[str, Any], tasks: Sequence[Task], findings: Findings
+) -> dict[str, list[ToolSpec]] | None:
+    """Return the tools of each task by its id; None if no instance can be created."""
     pool = TimeoutPool("check")
+    tools: dict[str, list[ToolSpec]] = {}
     try:
         env = await pool.call(env_class, timeout_s=_SETUP_TIMEOUT_S, **args)
-        specs: list[ToolSpec] = env.tool_specs()
+        await pool.call(env.check_ready, timeout_s=_SETUP_TIMEOUT_S)
+        for task in tasks:
+            tools[task.id] = await pool.call(task_tools, env, task, timeout_s=_SETUP_TIMEOUT_S)
+    except ConfigError as e:
+        findings.error("check_ready", str(e), "provide what it needs, then check again")
+        return None
     except UsageError as e:
         findings.error("tools", str(e), "give each tool a unique name and each parameter a type with a JSON schema")
         return None
@@ -222,9 +230,9 @@ async def _tool_specs(env_class: type[Env], args: dict[str, Any], findings: Find
         what = f"raised {type(e).__name__} without a preceding reset: {e}"
         findings.warning("close", what, "let it accept an instance whose reset failed")
     pool.close()
-    for spec in specs:
+    for spec in {spec.name: spec for specs in tools.values() for spec in specs}.values():
         _check_tool(spec, findings)
-    return specs
+    return tools
 
 
 def _check_tool(spec: ToolSpec, findings: Findings) -> None:

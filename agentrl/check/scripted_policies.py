@@ -8,7 +8,7 @@ turn, unknown tools, markup that cannot be parsed, empty text, long and unusual 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -16,8 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from agentrl.engine.scripted import ScriptedEngine, ScriptedRequest
-from agentrl.render import Renderer, Tokenizer, make_renderer
-from agentrl.render.formats.inline_tags import TagFormat
+from agentrl.render import FORMATS, ActionFormat, Renderer, TagFormat, Tokenizer, make_renderer
 from agentrl.tool import ToolSpec
 from agentrl.types import EpisodeSpec, Task
 
@@ -25,6 +24,8 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is string else m['content'] | tojson }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ToolsOfTask = Callable[[Task], Sequence[ToolSpec]]
+"""the tools that the policy sees in the episodes of a task"""
 _MAX_CALLS = 8
 """calls in one turn"""
 _UNUSUAL = (
@@ -40,7 +41,7 @@ _UNUSUAL = (
 )
 
 
-def make_tiny_renderer(action_format: str | None) -> Renderer:
+def make_tiny_renderer(action_format: str | ActionFormat | None) -> Renderer:
     """Return a renderer with bytes as tokens and the ChatML template. Formats of model families are replaced by hermes: an Env sees no difference."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -48,15 +49,16 @@ def make_tiny_renderer(action_format: str | None) -> Renderer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = Tokenizer(backend, chat_template=_TEMPLATE, special={"eos_token": "<|im_end|>"})
-    return make_renderer(tokenizer, "search_r1" if action_format == "search_r1" else "hermes", where="agentrl check")
+    form = FORMATS.get(action_format) if isinstance(action_format, str) else action_format
+    return make_renderer(tokenizer, form if isinstance(form, TagFormat) else "hermes", where="agentrl check")
 
 
 class Policy:
     """The script of the engine: one of the two policies, by the episode's index."""
 
-    def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], specs: Mapping[str, EpisodeSpec]) -> None:
+    def __init__(self, renderer: Renderer, tools: ToolsOfTask, specs: Mapping[str, EpisodeSpec]) -> None:
         self._renderer = renderer
-        self._tools = tools
+        self._tools_of = tools
         self._specs = specs
 
     def engine(self) -> ScriptedEngine:
@@ -71,28 +73,30 @@ class Policy:
             return self._random(spec, request.number, random)
         return self._scripted(spec.task, request.number, random)
 
-    @property
-    def several_calls(self) -> bool:
+    def _several_calls(self, tools: Sequence[ToolSpec]) -> bool:
         """True if there are tools and the action format can write several calls in one turn."""
-        return bool(self._tools) and not isinstance(self._renderer.format, TagFormat)
+        return bool(tools) and not isinstance(self._renderer.format, TagFormat)
 
     def _calls(self, task: Task, random: Random) -> str:
         """Each tool once or more, at least three calls."""
-        count = min(_MAX_CALLS, max(3, len(self._tools)))
-        return "".join(self._call(self._tools[i % len(self._tools)], task, random) for i in range(count))
+        tools = self._tools_of(task)
+        count = min(_MAX_CALLS, max(3, len(tools)))
+        return "".join(self._call(tools[i % len(tools)], task, random) for i in range(count))
 
     def _scripted(self, task: Task, turn: int, random: Random) -> str:
-        if turn < len(self._tools):
-            return self._call(self._tools[turn], task, random)
-        if turn == len(self._tools) and self.several_calls:
+        tools = self._tools_of(task)
+        if turn < len(tools):
+            return self._call(tools[turn], task, random)
+        if turn == len(tools) and self._several_calls(tools):
             return self._calls(task, random)
         return self._answer(label_text(task.label))
 
     def _random(self, spec: EpisodeSpec, turn: int, random: Random) -> str:
         """Return a random action. Each kind opens some episode, so that a few episodes cover all kinds."""
-        tool = random.choice(self._tools) if self._tools else None
+        tools = self._tools_of(spec.task)
+        tool = random.choice(tools) if tools else None
         kinds = ["broken", "empty", "unknown", "unusual", "answer", "text", *(["wrong", "call"] if tool else [])]
-        if self.several_calls:
+        if self._several_calls(tools):
             kinds.append("calls")
         kind = kinds[spec.index // 2 % len(kinds)] if turn == 0 else random.choice(kinds)
         if tool is not None and kind == "call":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from agentrl.config import Config
 from agentrl.core.registry import raised
 from agentrl.data.data_files import load_tasks
-from agentrl.env import Env
+from agentrl.env import Env, require_unique_tools, tasks_of
 from agentrl.errors import ContractError, DataError, UsageError
 from agentrl.render import Renderer
+from agentrl.tool import declared_tools
 from agentrl.types import Task
 
 MAX_TASKS = 10_000_000
@@ -53,12 +54,39 @@ class TaskSets:
         return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def _check_task(self, task: Task) -> None:
-        """Run the environment's check. If the prompt is rendered unchanged, also check that the chat template knows its roles."""
+        """Run the environment's check, and check that the policy would see the task's tools.
+
+        If the prompt is rendered unchanged, also check that the chat template knows its roles.
+        """
         self.env_class.check_task(task)
+        self._check_tools(task)
         if self.env_class.reset is Env.reset:
             unknown = {m["role"] for m in task.messages} - {"user", "assistant", "tool", *self._known_roles}
             self.renderer.check(sorted(unknown))
             self._known_roles |= unknown
+
+    def _check_tools(self, task: Task) -> None:
+        """Refuse a task with tools that the policy cannot see or call.
+
+        Raises:
+            DataError: the action format or the chat template has no place for them.
+            ContractError: a name cannot be used for a tool, or two tools have the same.
+        """
+        declared = declared_tools(task.metadata.get("tools") or ())
+        require_unique_tools(f"{self.env_class.label()}, task {task.id}", declared)
+        if not declared or self.env_class.shows_tools:
+            return
+        names, form = ", ".join(spec.name for spec in declared), self.renderer.format
+        if form.inline:
+            raise DataError(
+                f"its column 'tools' has {names}, and the action format {form.name} calls only its own tags; "
+                "choose another with --action-format, or leave the column out"
+            )
+        if form.needs_tools and not self.renderer.shows_tools:
+            raise DataError(
+                f"its column 'tools' has {names}, and the model's chat template omits tools, so the policy would not see them; "
+                "describe them in the prompt and set shows_tools = True in the environment, or leave the column out"
+            )
 
     def _evaluation_files(self, pairs: Sequence[str]) -> dict[str, list[Task]]:
         """The evaluation sets of pairs NAME PATH. A name may be followed by the keys of its set: `NAME:input_key=A,label_key=B`."""
@@ -81,10 +109,7 @@ class TaskSets:
         if unlabelled:
             line += f"; {unlabelled} without a label"
         if with_tools:
-            line += (
-                f"; {with_tools} with tools, which are in task.metadata['tools'] for the environment: the policy sees the "
-                "environment's own tools only"
-            )
+            line += f"; {with_tools} with tools of their own, which the policy sees beside the environment's"
         self.counts.append(line)
         return used
 
@@ -100,7 +125,7 @@ class TaskSets:
 
     def _own(self, split: str, limit: int | None) -> list[Task]:
         tasks: list[Task] = []
-        for task in islice(_tasks_of(self.env_class, split), limit):
+        for task in islice(_tasks_of(self.env_class, split, self.config.env.env_args), limit):
             if limit is None and len(tasks) == MAX_TASKS:
                 raise DataError(
                     f"{self.env_class.label()}.tasks({split!r}) yields more than {MAX_TASKS} tasks and may be infinite; "
@@ -136,11 +161,11 @@ def split_keys(named: str) -> tuple[str, dict[str, str]]:
     return name, keys
 
 
-def _tasks_of(env: type[Env], split: str) -> Iterator[Any]:
+def _tasks_of(env: type[Env], split: str, args: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what the environment yields. What it raises becomes a ContractError."""
     call = f"{env.label()}.tasks({split!r})"
     try:
-        tasks = env.tasks(split)
+        tasks = tasks_of(env, split, args)
         if not isinstance(tasks, Iterable):
             raise ContractError(f"{call} must return an iterable of agentrl.Task, found {tasks!r:.80}")
         yield from tasks

@@ -2,7 +2,8 @@
 
 from agentrl.render.base import ActionFormat, Delta, HistoryPolicy
 from agentrl.render.context_policy import ContextPolicy, ContextView, DropOldTurns, Summarise, TruncateOldResults
-from agentrl.render.families import FAMILIES, FORMATS, make_renderer
+from agentrl.render.families import FAMILIES, FORMATS, make_renderer, register_format
+from agentrl.render.formats.inline_tags import TagFormat
 from agentrl.render.renderer import Renderer
 from agentrl.render.tokenizer import Tokenizer
 
@@ -17,7 +18,9 @@ __all__ = [
     "HistoryPolicy",
     "Renderer",
     "Summarise",
+    "TagFormat",
     "Tokenizer",
     "TruncateOldResults",
     "make_renderer",
+    "register_format",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from agentrl.errors import TemplateError, UnknownNameError
+from agentrl.errors import ContractError, TemplateError, UnknownNameError
 from agentrl.render.base import ActionFormat, Family, HistoryPolicy
 from agentrl.render.formats import deepseek, gemma, glm, gptoss, hermes, kimi, llama, mistral, qwen_coder
 from agentrl.render.formats.deepseek import DeepSeekFormat
@@ -41,9 +41,27 @@ def family_of(template: str) -> Family:
     return next((f for f in FAMILIES if all(mark in template for mark in f.marks)), GENERIC)
 
 
+def register_format(form: ActionFormat) -> None:
+    """Make an action format available by its name, for `--action-format` and `Env.action_format`.
+
+    Args:
+        form: the format, such as a `TagFormat` with other tags.
+
+    Raises:
+        ContractError: another format has that name.
+
+    Example:
+        >>> register_format(TagFormat("retool", calls={"code": ("python", "code")}, result_tag="interpreter"))
+        >>> FORMATS["retool"].stop
+        ('</code>', '</answer>')
+    """
+    if FORMATS.setdefault(form.name, form) != form:
+        raise ContractError(f"there is another action format with the name {form.name!r}; give it a name of its own")
+
+
 def make_renderer(
     tokenizer: Tokenizer,
-    action_format: str | None = None,
+    action_format: str | ActionFormat | None = None,
     *,
     where: str = "the model",
     history: HistoryPolicy = "append",
@@ -57,7 +75,7 @@ def make_renderer(
 
     Args:
         tokenizer: The model's tokenizer, with its chat template.
-        action_format: A name of `FORMATS`. None: the family's own ('hermes' for unknown templates).
+        action_format: A format, or a name of `FORMATS`. None: the family's own ('hermes' for unknown templates).
         where: The model, for errors.
         history: What to do where the template rewrites history.
         raw_content: Added tokens inside content count as tokens (see `Renderer`).
@@ -75,11 +93,13 @@ def make_renderer(
     """
     family = family_of(tokenizer.chat_template or "")
     chosen = action_format or family.format
-    if chosen not in FORMATS:
-        raise UnknownNameError.of("action format", chosen, FORMATS)
+    if isinstance(chosen, str):
+        if chosen not in FORMATS:
+            raise UnknownNameError.of("action format", chosen, FORMATS)
+        chosen = FORMATS[chosen]
     return Renderer(
         tokenizer,
-        FORMATS[chosen],
+        chosen,
         where=where,
         family=family,
         history=history,

@@ -9,10 +9,11 @@ from typing import Any
 
 from agentrl.core.seeds import derive_seed
 from agentrl.core.timeout_pool import TimeoutPool
-from agentrl.env import Env, ToolEnv, constructor_is_trivial
+from agentrl.env import Env, ToolEnv, constructor_is_trivial, task_tools
 from agentrl.errors import EnvFailure, Failure, ToolFailure, UsageError, boundary
 from agentrl.rollout.tool_executor import SaveOutput, ToolExecutor
 from agentrl.tool import ToolSpec
+from agentrl.types import Task
 
 _MAX_HUNG_CLOSES = 1024
 _BUILTIN_METHODS = frozenset((Env.reset, ToolEnv.step))
@@ -52,8 +53,8 @@ class EnvInstance:
         self._make_env, self._class, self._pools = make_env, env_class, pools
         self._construction: asyncio.Future[Env] | None = None
 
-    async def create(self, seed: int) -> None:
-        """Call the environment's constructor and set its tools up.
+    async def create(self, seed: int, task: Task | None = None) -> None:
+        """Call the environment's constructor and set the tools of the task up.
 
         Raises:
             EnvFailure: one of them failed or timed out.
@@ -67,10 +68,10 @@ class EnvInstance:
                 env = await asyncio.shield(self._construction)
         self.env = env
         with boundary(EnvFailure, "tool constructor"):
-            if any(map(inspect.isclass, env.tools)):
-                specs = await pool.call(env.tool_specs, timeout_s=timeout_s)
+            if any(map(inspect.isclass, env.tools)) or type(env).tool_specs is not Env.tool_specs:
+                specs = await pool.call(task_tools, env, task, timeout_s=timeout_s)
             else:
-                specs = env.tool_specs()
+                specs = task_tools(env, task)
         self.tools = {t.name: t for t in specs}
         with boundary(EnvFailure, "tool setup"):
             for tool in env.tool_instances:

@@ -219,7 +219,7 @@ class Episode:
     async def reset(self) -> None:
         """Create the environment, reset it and render the first prompt."""
         runner = self.runner
-        await self.instance.create(self.seed)
+        await self.instance.create(self.seed, self.spec.task)
         self.spec = await load_task_images(self.spec)
         seeds = {"seed": derive_seed(self.seed, "env")}
         if takes_group_seed(self.instance.env):

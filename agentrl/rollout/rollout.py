@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -50,12 +51,19 @@ class Runner(Protocol):
 
 
 class Rollout:
-    """Runs groups of episodes on one runner."""
+    """Runs groups of episodes on one runner.
 
-    def __init__(self, runner: Runner, limits: RolloutLimits) -> None:
+    Args:
+        runner: plays the episodes.
+        limits: the limits of all episodes together.
+        env_limits: maximum concurrent episodes of an environment, by its label (`EpisodeSpec.env`).
+    """
+
+    def __init__(self, runner: Runner, limits: RolloutLimits, env_limits: Mapping[str, int] | None = None) -> None:
         self.runner = runner
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.concurrency)
+        self._env_slots = {env: asyncio.Semaphore(limit) for env, limit in (env_limits or {}).items()}
 
     async def run(
         self, groups: Iterable[Sequence[EpisodeSpec]], progress: Progress | None = None
@@ -103,7 +111,7 @@ class Rollout:
     async def _episode(self, spec: EpisodeSpec, run: _Run) -> Trajectory | None:
         """One episode with its retries; each attempt waits for a slot. None if the episode is lost."""
         for attempt in range(spec.attempt, max(spec.attempt, self.limits.max_retries) + 1):
-            async with self._slots:
+            async with self._env_slots.get(spec.env) or nullcontext(), self._slots:
                 if attempt == spec.attempt:
                     run.begin_episode()
                 trajectory = await self.runner.run(replace(spec, attempt=attempt))

@@ -74,11 +74,14 @@ class ToolExecutor:
     async def execute(self, tools: Mapping[str, ToolSpec], action: Action) -> Action:
         """Make the action's calls and return the action with their results in order.
 
-        A call begins when the one before it has ended, unless both tools are `parallel`.
+        A call begins when the one before it has ended, unless both tools are `parallel`. If a call is of a tool without a function, no call of
+        the turn is made: they are what the policy answers.
 
         Raises:
             ToolFailure: a tool's infrastructure failed in every attempt; the calls after it are not made.
         """
+        if any((spec := tools.get(call.name)) is not None and spec.fn is None for call in action.calls):
+            return action
         results: list[ToolResult] = []
         for batch in _batches(tools, action.calls):
             results += await self._batch(tools, batch)
@@ -123,8 +126,8 @@ class ToolExecutor:
         return replace(result, duration_s=time.perf_counter() - started)
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
-        fn = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)
-        key = (spec.name, f"{fn.__module__}.{fn.__qualname__}")
+        fn: Any = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)
+        key = (spec.name, spec.key or f"{fn.__module__}.{fn.__qualname__}")
         if key not in self._limiters:
             self._limiters[key] = ToolLimiter(spec, self._processes)
         return self._limiters[key]
@@ -132,6 +135,7 @@ class ToolExecutor:
     async def _attempts(
         self, spec: ToolSpec, limiter: ToolLimiter, call: ToolCall, arguments: dict[str, Any]
     ) -> ToolResult:
+        assert spec.fn is not None, "calls of tools without a function are not made"
         for attempt in range(spec.limits.retries + 1):
             try:
                 value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)

@@ -61,7 +61,8 @@ class Collector:
         )
         try:
             async with self._runner(settings) as runner:
-                complete, causes = await Rollout(runner, self.components.rollout_limits()).run(groups, note_attempt)
+                rollout = Rollout(runner, self.components.rollout_limits(), self.components.env_limits())
+                complete, causes = await rollout.run(groups, note_attempt)
             if self.processes is not None:
                 causes.counts.update(self.processes.deaths)
         finally:

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
-from agentrl.env import Env, check_env_args, make_env_class
+from agentrl.env import Env, check_env_args, make_env_class, task_tools
 from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
@@ -103,13 +103,15 @@ class Components:
         Other failures may be temporary and are ignored here, because episodes are retried.
 
         Raises:
-            UsageError: the environment refuses an argument.
+            UsageError: the environment refuses an argument, is not ready, or has tools that the policy cannot see.
         """
         limit_s = self.env_class.timeout_s
         with closing(TimeoutPool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
             env = await pool.call(self.make_env, timeout_s=limit_s)
             try:
-                await pool.call(env.tool_specs, timeout_s=limit_s)
+                await pool.call(env.check_ready, timeout_s=limit_s)
+                specs = await pool.call(task_tools, env, None, timeout_s=limit_s)
+                self._check_tools([spec.name for spec in specs])
             finally:
                 for close in (*(tool.close for tool in env.tool_instances), env.close):
                     await pool.call(close, timeout_s=limit_s)
@@ -161,6 +163,11 @@ class Components:
             min_group_size=r.min_group_size,
             max_failure_share=r.max_failure_share,
         )
+
+    def env_limits(self) -> dict[str, int]:
+        """The maximum concurrent episodes of environments that have such a limit, by `EpisodeSpec.env`."""
+        limit = self.env_class.max_concurrency
+        return {} if limit is None else {"": limit}
 
     def runner_settings(self, split: str, *, policy_version: int = 0, keep: SaveOutput | None = None) -> RunnerSettings:
         """The settings of a split: 'train' or 'eval/NAME'."""
@@ -276,7 +283,15 @@ class Components:
         env, renderer = self.env_class, self.renderer
         if env.system_prompt:
             renderer.check(("system",))
-        tools = tool_names(env)
+        self._check_tools(tool_names(env))
+
+    def _check_tools(self, tools: Sequence[str]) -> None:
+        """Refuse tools that the policy would not see.
+
+        Raises:
+            TemplateError: the chat template omits tools, or cannot render their results.
+        """
+        env, renderer = self.env_class, self.renderer
         if not tools or renderer.format.inline:
             return
         renderer.check(("tool",))

@@ -16,11 +16,21 @@ from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
 
 @dataclass(frozen=True)
 class TagFormat:
-    """Calls and answers in XML-like tags. `calls` maps a tag to (tool name, argument name)."""
+    """Calls and answers in XML-like tags. `calls` maps a tag to (tool name, argument name).
+
+    `Env.action_format` may be such a format, and `register_format` gives it a name for `--action-format`.
+
+    Example:
+        >>> retool = TagFormat("retool", calls={"code": ("python", "code")}, result_tag="interpreter")
+        >>> retool.parse("<code>print(1)</code>", FinishReason.STOP, max_calls=1).calls
+        (ToolCall(name='python', arguments={'code': 'print(1)'}, id='call_0'),)
+    """
 
     name: str = "search_r1"
     calls: Mapping[str, tuple[str, str]] = field(default_factory=lambda: {"search": ("search", "query")})
     answer_tag: str = "answer"
+    result_tag: str = "information"
+    """the tag around tool results and observations"""
     inline: bool = True
     needs_tools: bool = False
     text_values: bool = False
@@ -66,9 +76,9 @@ class TagFormat:
     structured_message = message
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """All messages in one `<information>` block."""
+        """All messages in one block of the result tag."""
         body = "\n".join(map(_text_of, messages))
-        return [("\n<information>", False), (body, True), ("</information>\n", False)]
+        return [(f"\n<{self.result_tag}>", False), (body, True), (f"</{self.result_tag}>\n", False)]
 
 
 def _text_of(message: Message) -> str:
