@@ -1,4 +1,4 @@
-"""The losses, over flat arrays of trained tokens, and log-probabilities from vocabulary-parallel logits.
+"""The losses, over flat arrays of trained tokens.
 
 Every loss is a plain sum of weight × term over tokens. The weights contain the global denominator; nothing here averages.
 With r = exp(log π − log π_old), A the advantage, x = log π_ref − log π:
@@ -15,7 +15,6 @@ With r = exp(log π − log π_old), A the advantage, x = log π_ref − log π:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,72 +99,3 @@ def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossCo
         sums = torch.stack([total.detach().double(), *weighted, *counts])
         maxima = torch.stack([torch.where(trained, x, 0.0).max().double() for x in (diff, ratio, tis)])
     return total, sums, maxima
-
-
-class _VocabParallel(torch.autograd.Function):
-    """Log-prob of the label and entropy, from logits whose columns are divided among tensor-parallel ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, inverse_temperature: Tensor, start: int, group: Any
-    ) -> tuple[Tensor, Tensor]:
-        x = logits.float() * inverse_temperature[:, None]
-        peak = x.max(-1).values
-        _reduce(peak, group, torch.distributed.ReduceOp.MAX)
-        x -= peak[:, None]
-        column = labels - start
-        own = (column >= 0) & (column < x.shape[1])
-        column = torch.where(own, column, 0)
-        picked = torch.where(own, x.gather(1, column[:, None])[:, 0], 0.0)
-        p = x.exp()
-        totals = torch.stack([p.sum(-1), (p[:, None] @ x[:, :, None])[:, 0, 0], picked])
-        _reduce(totals, group, torch.distributed.ReduceOp.SUM)
-        total, moment, picked = totals
-        p /= total[:, None]
-        log_total = total.log()
-        entropy = log_total - moment / total
-        ctx.save_for_backward(p, column, own, inverse_temperature, entropy)
-        ctx.set_materialize_grads(False)
-        return picked - log_total, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d log p_y / dx_v = [v = y] − p_v;  d H / dx_v = −p_v (log p_v + H)."""
-        p, column, own, inverse_temperature, entropy = ctx.saved_tensors
-        by_label, by_entropy = grads
-        if by_label is None:
-            by_label = torch.zeros_like(entropy)
-        grad = p * -(by_label if by_entropy is None else by_label + by_entropy * entropy)[:, None]
-        if by_entropy is not None:
-            grad -= torch.special.xlogy(p, p) * by_entropy[:, None]
-        grad.scatter_add_(1, column[:, None], (by_label * own)[:, None])
-        grad *= inverse_temperature[:, None]
-        return grad, None, None, None, None
-
-
-def _reduce(x: Tensor, group: Any, op: Any) -> None:
-    if group is not None and group.size() > 1:
-        torch.distributed.all_reduce(x, op=op, group=group)
-
-
-def vocab_parallel_log_probs(
-    logits: Tensor, labels: Tensor, temperature: Tensor, *, vocab_size: int, start: int = 0, group: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of labels, and entropies, of softmax(logits / temperature).
-
-    Args:
-        logits: [n, v], this rank's columns of the (padded) vocabulary.
-        labels: [n], int64, ids of the whole vocabulary.
-        temperature: [n], > 0.
-        vocab_size: size of the vocabulary without padding; padded columns are ignored.
-        start: index of this rank's first column.
-        group: tensor-parallel process group; None: one rank.
-
-    Returns:
-        Log-probs [n] and entropies [n], fp32, equal on all ranks of the group. The gradient of the logits is this rank's part.
-    """
-    padded = start + logits.shape[1] - vocab_size
-    if padded > 0:
-        logits = logits[:, : logits.shape[1] - padded]
-    log_probs, entropy = _VocabParallel.apply(logits, labels, temperature.reciprocal(), start, group)
-    return log_probs, entropy

@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel that computes logits at chosen positions only."""
+    """GPTModel that returns the last hidden states of chosen positions; log_probs.py computes what the loss needs of them."""
 
     def __init__(self, *args: Any, rope: Rope, **kwargs: Any) -> None:
         super().__init__(*args, position_embedding_type="rope", rotary_base=rope.theta, **kwargs)
@@ -40,12 +40,15 @@ class PolicyModel(GPTModel):
             self.rotary_pos_emb.inv_freq = _llama3_frequencies(self.rotary_pos_emb.inv_freq, rope.llama3)
         if self.post_process:
             self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
-            if self._gathers:  # the output layer receives all positions; its input gradients are summed, not scattered
-                self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
-            self.output_layer.register_forward_pre_hook(self._choose)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output weight, which may be the embedding's; on the last pipeline stage."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
     def forward(self, inputs: Tensor, chosen: Tensor) -> Tensor:
-        """Logits [1, n, v] on the last pipeline stage, hidden states [s, b, h] on the others.
+        """Hidden states: [n, h] of the chosen positions on the last pipeline stage, [s, b, h] on the others.
 
         Args:
             inputs: [b, s], token ids.
@@ -54,11 +57,13 @@ class PolicyModel(GPTModel):
         self._chosen = chosen
         return super().forward(inputs, None, None)
 
-    def _choose(self, _: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0]
-        if self._gathers:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return (hidden.flatten(0, 1).index_select(0, self._chosen)[:, None], *args[1:])
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        assert self._chosen is not None
+        if self._gathers:  # the gradient of each position is already summed over the ranks
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states.flatten(0, 1).index_select(0, self._chosen)
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
@@ -84,10 +89,14 @@ class Built:
     @property
     def model(self) -> PolicyModel:
         """The model without its wrappers."""
-        model: Any = self.wrapped
-        while not isinstance(model, PolicyModel):
-            model = model.module
-        return model
+        return unwrapped(self.wrapped)
+
+
+def unwrapped(model: Any) -> PolicyModel:
+    """The model without the wrappers for its precision and for data parallelism."""
+    while not isinstance(model, PolicyModel):
+        model = model.module
+    return model
 
 
 def build(

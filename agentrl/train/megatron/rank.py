@@ -22,9 +22,10 @@ from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import checkpoint
 from agentrl.train.megatron.delivery.sender import Sender
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather
-from agentrl.train.megatron.loss import token_loss, vocab_parallel_log_probs
+from agentrl.train.megatron.log_probs import VocabShard, token_log_probs
+from agentrl.train.megatron.loss import token_loss
 from agentrl.train.megatron.micro_batch import MicroBatch, collate
-from agentrl.train.megatron.model import DTYPES, build
+from agentrl.train.megatron.model import DTYPES, build, unwrapped
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.offload import Offloader
 from agentrl.train.megatron.rank_pool import RankInfo, RankSetup
@@ -54,6 +55,12 @@ class TrainerRank:
             reports=self.tensor_rank == 0 and parallel_state.is_pipeline_last_stage(),
             multiple=sequence_parallel * (GPU_MULTIPLE if gpu else 1),
         )
+        layout = self.built.layout
+        columns = layout.padded_vocab_size // config.tensor_model_parallel_size
+        start = self.tensor_rank * columns
+        self._vocab_shard = VocabShard(
+            size=min(columns, layout.vocab_size - start), start=start, group=self.tensor_group
+        )
         self.steps = 0
         """optimizer steps so far"""
         self._offloader = Offloader(self.built) if gpu else None
@@ -65,8 +72,8 @@ class TrainerRank:
         if model is None:
             raise RuntimeError("this trainer has no reference model: it was started with reference=False")
 
-        def after(batch: MicroBatch, logits: Tensor, non_loss_data: bool) -> Any:
-            values, _ = self._token_log_probs(logits, batch)
+        def after(batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Any:
+            values, _ = self._token_log_probs(model, hidden, batch)
             return values.cpu().numpy(), batch.counts
 
         model.eval()
@@ -132,15 +139,9 @@ class TrainerRank:
         """Free memory of this rank's GPU in MiB, whichever process uses the rest; None on a CPU."""
         return torch.cuda.mem_get_info()[0] >> 20 if torch.cuda.is_available() else None
 
-    def _token_log_probs(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs(
-            logits[0],
-            batch.labels,
-            batch.temperature,
-            vocab_size=self.built.layout.vocab_size,
-            start=self.tensor_rank * logits.shape[-1],
-            group=self.tensor_group,
-        )
+    def _token_log_probs(self, model: Any, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        weight = unwrapped(model).output_weight
+        return token_log_probs(hidden, weight, batch.labels, batch.temperature, self._vocab_shard)
 
     def _run(
         self, model: Any, share: Share, after: Callable[..., Any], *, trained_only: bool, **options: Any
@@ -155,8 +156,10 @@ class TrainerRank:
 
         def forward(batches: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
-            return module(batch.inputs, batch.index), partial(after, batch)
+            return module(batch.inputs, batch.index, **precision), partial(after, batch)
 
+        # the wrapper of a bf16 model would convert the hidden states to fp32
+        precision = {"fp32_output": False} if self.built.config.bf16 else {}
         schedule = get_forward_backward_func()
         return schedule(
             forward_step_func=forward,
@@ -176,8 +179,8 @@ class TrainerRank:
         built.optimizer.zero_grad()
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
-        def after(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            values, entropy = self._token_log_probs(logits, batch)
+        def after(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            values, entropy = self._token_log_probs(built.wrapped, hidden, batch)
             total, sums, maxima = token_loss(values, entropy, batch.data, loss)
             return total, no_tokens.clone(), (sums, maxima, values.detach(), batch.counts)
 
