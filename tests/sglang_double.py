@@ -27,6 +27,10 @@ class Double:
     delay_s: float = 0.0
     update_s: float = 0.0
     weight_version: str = "default"
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """versions of a generation's tokens, as 0.5.23 reports them"""
+    sampled: int = 0
+    """tokens that an aborted request has"""
     faults: list[Any] = field(default_factory=list)
     refuse: dict[str, int] = field(default_factory=dict)
     """paths that respond with an error status"""
@@ -173,7 +177,7 @@ class Double:
         finished = work.done()
         gone.cancel()
         work.cancel()
-        ids = self.answer(body) if finished else []
+        ids = self.answer(body) if finished else self.answer(body)[: self.sampled]
         params = body["sampling_params"]
         stops = {*params.get("stop_token_ids", ()), *(() if params.get("ignore_eos") else self.eos)}
         at_end = bool(ids) and ids[-1] in stops
@@ -189,6 +193,7 @@ class Double:
             "output_token_logprobs": pairs,
             "weight_version": version,
             "cached_tokens": self.cached,
+            **({"weight_versions": self.spans} if self.spans else {}),
         }
         told = {"prompt_token_ids": prompt} if body.get("return_prompt_token_ids") else {}
         return web.json_response(

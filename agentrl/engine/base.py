@@ -55,6 +55,9 @@ class Generation:
     """context tokens that the prefix cache had"""
     demonstration: bool = False
     """an expert wrote the ids (scripted engine); log_probs are meaningless"""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) in order, where a weight update interrupted the generation and it continued with its tokens; empty:
+    `policy_version` sampled all of them, else that is the last"""
     context_crc: int | None = None
     """checksum (`agentrl.core.sequences.ids_checksum`) of the context ids that were sampled from, computed where they leave for the engine;
     None: a recorded generation, of which nothing was sent"""
@@ -133,7 +136,8 @@ class Engine(Generator, Protocol):
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
         """Load new weights after verifying their fingerprint, drop the prefix cache, and serve `policy_version` from now on.
 
-        No generation mixes two versions: requests in flight with sampled tokens are aborted (EngineAbort), the others start again.
+        Requests in flight without sampled tokens start again. Those with tokens are aborted (EngineAbort), unless the engine was told to
+        keep them (`keep_interrupted`): then they continue with the new weights, and `Generation.versions` says which sampled which tokens.
 
         Raises:
             EngineFailure: the weights do not fit. The old weights are unchanged.
@@ -169,6 +173,11 @@ def check_generation(generation: object, max_new_tokens: int) -> Generation:
     if not valid:
         raise EngineFailure(
             f"the engine sampled {shown(ids)}, expected ids of at least 0", "engine: ids outside the vocabulary"
+        )
+    if generation.versions and sum(count for _, count in generation.versions) != len(ids):
+        raise EngineFailure(
+            f"the engine names the versions of {sum(count for _, count in generation.versions)} tokens and returned {len(ids)}",
+            "engine: versions of other tokens",
         )
     if generation.demonstration:
         return generation

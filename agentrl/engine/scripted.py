@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.sequences import first_difference, ids_checksum
@@ -40,6 +40,16 @@ Answer = str | Sequence[int]
 Script = Callable[[ScriptedRequest], Answer | Awaitable[Answer]]
 
 
+@dataclass(slots=True)
+class _Flight:
+    """One call of `generate` in progress."""
+
+    session: str
+    started: float
+    updates: list[tuple[int, float]] = field(default_factory=list)
+    """(version that was replaced, time) of the weight updates since"""
+
+
 class ScriptedEngine:
     """An `Engine` that takes its generations from a script.
 
@@ -54,6 +64,8 @@ class ScriptedEngine:
         policy_version: version of the first generations.
         demonstration: mark every generation as written by an expert.
         delay_s: duration of a generation.
+        keep_interrupted: a generation that a weight update interrupts has tokens of both versions, in proportion to the time. Without it, the
+            last version has all of them.
     """
 
     def __init__(
@@ -67,6 +79,7 @@ class ScriptedEngine:
         policy_version: int = 0,
         demonstration: bool = False,
         delay_s: float = 0.0,
+        keep_interrupted: bool = False,
     ) -> None:
         self._script = script if callable(script) else _in_order(script)
         self._encode = encode
@@ -75,9 +88,10 @@ class ScriptedEngine:
         self._context_length = context_length
         self._demonstration = demonstration
         self._delay_s = delay_s
+        self._keep_interrupted = keep_interrupted
         self._paused = self._asleep = self._closed = False
-        self._flights: dict[asyncio.Future[None], str] = {}
-        """requests in flight, with their sessions"""
+        self._flights: dict[asyncio.Future[None], _Flight] = {}
+        """requests in flight"""
         self._resumed: list[asyncio.Future[None]] = []
         self._counts: dict[str, int] = {}
         self._cache: dict[str, tuple[int, ...]] = {}
@@ -105,8 +119,9 @@ class ScriptedEngine:
         text = self._decode(ids) if self._decode else ""
         request = ScriptedRequest(session=session, number=number, ids=tuple(ids), sampling=sampling, text=text)
         self.requests.append(request)
-        flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._flights[flight] = session
+        loop = asyncio.get_running_loop()
+        flight: asyncio.Future[None] = loop.create_future()
+        state = self._flights[flight] = _Flight(session, loop.time())
         try:
             with boundary(EngineFailure, "the script"):
                 answer = self._script(request)
@@ -115,7 +130,8 @@ class ScriptedEngine:
             await self._delay(flight)
         finally:
             del self._flights[flight]
-        return self._generation(request, self._ids(answer), max_new_tokens)
+        generation = self._generation(request, self._ids(answer), max_new_tokens)
+        return replace(generation, versions=_versions(state, loop.time(), generation)) if state.updates else generation
 
     async def release(self, session: str) -> None:
         """Forget the session. Its next generation is number 0 again."""
@@ -155,6 +171,10 @@ class ScriptedEngine:
 
     async def update_weights(self, weights: WeightsManifest, policy_version: int) -> None:
         """Set the version and drop the imitated prefix cache; there are no weights."""
+        if self._keep_interrupted:
+            now = asyncio.get_running_loop().time()
+            for flight in self._flights.values():
+                flight.updates.append((self.policy_version, now))
         self.policy_version = policy_version
         self._cache.clear()
 
@@ -184,8 +204,8 @@ class ScriptedEngine:
 
     def _fail(self, reason: EngineAbort | EngineFailure, session: str | None) -> None:
         """Make requests in flight raise `reason`, of one session or all."""
-        for flight, owner in self._flights.items():
-            if session in (None, owner) and not flight.done():
+        for flight, state in self._flights.items():
+            if session in (None, state.session) and not flight.done():
                 flight.set_exception(type(reason)(str(reason), reason.cause))
 
     def _ids(self, answer: Answer) -> list[int]:
@@ -230,6 +250,18 @@ class ScriptedEngine:
         common = first_difference(cached, context)
         self._cache[request.session] = (*context, *ids)
         return min(common, len(context) - 1)
+
+
+def _versions(flight: _Flight, now: float, generation: Generation) -> tuple[tuple[int, int], ...]:
+    """The versions of a generation's tokens, if it samples them evenly over its time."""
+    count, duration = len(generation.ids), (now - flight.started) or 1.0
+    runs, start = [], 0
+    for version, at in [*flight.updates, (generation.policy_version, now)]:
+        end = count if at == now else int(count * (at - flight.started) / duration)
+        if end > start:
+            runs.append((version, end - start))
+            start = end
+    return tuple(runs)
 
 
 def random_policy(choices: Sequence[int], *, end_id: int | None = None, mean_length: int = 16) -> Script:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from agentrl.core.sequences import first_difference
 from agentrl.render.renderer import strip_control
 from agentrl.replay.json_values import as_text, differ_only_in_length, excerpts, first_unequal_part, same, strings
-from agentrl.replay.playback import EXTERNAL_STOPS, Departure, sampled_span
+from agentrl.replay.playback import EXTERNAL_STOPS, Departure, sampled_spans
 from agentrl.types import Status, StopReason, Trajectory, Turn
 
 CAUSES = ("seed", "template", "parser", "tool result", "env", "reward", "limit")
@@ -255,8 +255,7 @@ class Comparison:
         return 0
 
     def _sampled(self, turn: Turn) -> tuple[int, ...]:
-        span = sampled_span(self.then, turn)
-        return span.ids if span else ()
+        return tuple(i for span in sampled_spans(self.then, turn) for i in span.ids)
 
     def _sent(self, trajectory: Trajectory, turn: int) -> tuple[int, list[int]] | None:
         """(segment, ids) sent for a generation, if there was one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.timeout_pool import is_async
@@ -15,6 +16,7 @@ from agentrl.engine.base import Generation, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
 from agentrl.render.context_policy import ContextPolicy, ContextView
 from agentrl.rollout.episode import EpisodeRunner, RewriteContext
+from agentrl.rollout.recorder import GENERATED
 from agentrl.rollout.tool_executor import ToolExecutor
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, FinishReason, Message, Provenance, Span, StopReason, Trajectory, Turn
@@ -101,20 +103,26 @@ class PlaybackGenerator:
 
 def recorded_generation(trajectory: Trajectory, turn: Turn) -> Generation:
     """What the engine returned in a turn."""
-    span = sampled_span(trajectory, turn)
+    spans = sampled_spans(trajectory, turn)
     reason, matched = turn.action.finish_reason, turn.matched_stop
-    if span is None:
+    if not spans:
         return Generation((), (), reason, matched)
-    expert = span.provenance is Provenance.DEMONSTRATION
-    log_probs = span.log_probs or (0.0,) * len(span.ids)
-    return Generation(span.ids, log_probs, reason, matched, span.policy_version or 0, demonstration=expert)
+    ids = tuple(chain.from_iterable(s.ids for s in spans))
+    return Generation(
+        ids,
+        tuple(chain.from_iterable(s.log_probs or (0.0,) * len(s.ids) for s in spans)),
+        reason,
+        matched,
+        spans[-1].policy_version or 0,
+        demonstration=spans[0].provenance is Provenance.DEMONSTRATION,
+        versions=tuple((s.policy_version or 0, len(s.ids)) for s in spans) if len(spans) > 1 else (),
+    )
 
 
-def sampled_span(trajectory: Trajectory, turn: Turn) -> Span | None:
-    """The span that was sampled in a turn; None if the generation was empty."""
-    kinds = (Provenance.SAMPLED, Provenance.DEMONSTRATION)
+def sampled_spans(trajectory: Trajectory, turn: Turn) -> list[Span]:
+    """The spans that were sampled in a turn, one for each version of the weights; none if the generation was empty."""
     spans = trajectory.segments[turn.segment].spans
-    return next((s for s in spans if s.turn == turn.index and s.provenance in kinds), None)
+    return [s for s in spans if s.turn == turn.index and s.provenance in GENERATED]
 
 
 class PlaybackTools:

@@ -55,7 +55,6 @@ from agentrl.types import (
     Message,
     Observation,
     ParseError,
-    Provenance,
     StepResult,
     StopReason,
     Trajectory,
@@ -401,9 +400,7 @@ class Episode:
 
     def last_sampled(self, draft: TurnDraft) -> tuple[int, ...]:
         """The ids that the policy generated in this turn."""
-        span = self.recorder.last_span()
-        generated = span.provenance in (Provenance.SAMPLED, Provenance.DEMONSTRATION)
-        return span.ids if generated and span.turn == draft.index else ()
+        return self.recorder.last_generated(draft.index)
 
     def timeout_detail(self) -> str:
         """How the time of an episode that timed out was spent."""

@@ -14,6 +14,8 @@ from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
 from agentrl.types import Provenance, Segment, Span
 
+GENERATED = (Provenance.SAMPLED, Provenance.DEMONSTRATION)
+"""Provenance of what a policy, or an expert in its place, wrote."""
 Piece = tuple[Provenance, Sequence[int]]
 """tokens of one provenance that were not sampled"""
 
@@ -57,23 +59,18 @@ class Recorder:
                 segment.add(Span(provenance, tuple(ids), turn))
 
     def sampled(self, generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy") -> None:
-        """Append a generation, exactly as the engine returned it. An empty one adds no span."""
+        """Append a generation, exactly as the engine returned it: a span for each version of the weights. An empty one adds no span."""
         if not generation.ids:
             return
         segment = self._segments[self._current[agent_id]]
         if generation.demonstration:
             segment.add(Span(Provenance.DEMONSTRATION, generation.ids, turn))
-        else:
-            segment.add(
-                Span(
-                    Provenance.SAMPLED,
-                    generation.ids,
-                    turn,
-                    generation.log_probs,
-                    generation.policy_version,
-                    temperature or 1.0,
-                )
-            )
+            return
+        end = 0
+        for version, count in generation.versions or ((generation.policy_version, len(generation.ids)),):
+            start, end = end, end + count
+            ids, log_probs = generation.ids[start:end], generation.log_probs[start:end]
+            segment.add(Span(Provenance.SAMPLED, ids, turn, log_probs, version, temperature or 1.0))
 
     def context(self, agent_id: str = "policy") -> list[int]:
         """The ids of the agent's current segment, to be sent to the engine. The list is never modified afterwards; do not modify it."""
@@ -93,9 +90,14 @@ class Recorder:
         """The checksum of `context`, computed incrementally."""
         return self._segments[self._current[agent_id]].checksum()
 
-    def last_span(self, agent_id: str = "policy") -> Span:
-        """The span appended last to the agent's current segment."""
-        return self._segments[self._current[agent_id]].spans[-1]
+    def last_generated(self, turn: int, agent_id: str = "policy") -> tuple[int, ...]:
+        """The ids that the agent generated in `turn`, if they end its current segment."""
+        ids: tuple[int, ...] = ()
+        for span in reversed(self._segments[self._current[agent_id]].spans):
+            if span.turn != turn or span.provenance not in GENERATED:
+                break
+            ids = span.ids + ids
+        return ids
 
     def segment_index(self, agent_id: str = "policy") -> int:
         """Index of the agent's current segment."""

@@ -68,6 +68,18 @@ class TestScripted(EngineContract):
         with pytest.raises(EngineFailure, match="the script raised KeyError"):
             await engine.generate([1], SamplingParams(2), session="a")
 
+    async def test_an_interrupted_generation_has_tokens_of_both_versions(self, manifest):
+        policy = random_policy(range(100), mean_length=10**9)
+        engine = ScriptedEngine(policy, delay_s=0.2, keep_interrupted=True)
+        task = asyncio.create_task(engine.generate([1], params(100), session="a"))
+        await asyncio.sleep(0.1)
+        await engine.update_weights(manifest, 3)
+        g = await task
+        assert [v for v, _ in g.versions] == [0, 3]
+        assert sum(n for _, n in g.versions) == len(g.ids) == 100
+        plain = await ScriptedEngine(policy).generate([1], params(100), session="a")
+        assert g.ids == plain.ids
+
     async def test_demonstrations_are_marked(self):
         g = await ScriptedEngine([[7]], demonstration=True).generate([1], SamplingParams(2), session="a")
         assert g.demonstration
@@ -413,16 +425,50 @@ class TestLocalWeights:
         expected, _ = full_log_probs(others, [5, 6], new.ids, 1.0)
         assert max(abs(a - b) for a, b in zip(expected.tolist(), new.log_probs, strict=True)) < 1e-4
 
-    async def test_no_generation_mixes_versions(self, engine, others):
-        task = asyncio.create_task(engine.generate([5, 6], params(LONG), session="a"))
+    async def has_tokens(self, engine):
+        """Wait until session a has sampled a token."""
         for _ in range(30_000):
             session = engine._scheduler._running.get("a")
             if session is not None and session.active.ids:
-                break
+                return
             await asyncio.sleep(0.001)
+
+    async def test_no_generation_mixes_versions(self, engine, others):
+        task = asyncio.create_task(engine.generate([5, 6], params(LONG), session="a"))
+        await self.has_tokens(engine)
         await engine.update_weights(manifest_of(others), 1)
         with pytest.raises(EngineAbort, match="weights"):
             await task
+
+    async def interrupted(self, models, weights: Path, sampling: SamplingParams):
+        """A generation that a weight update to version 1 interrupts."""
+        engine = await local(models["qwen3"], keep_interrupted=True)
+        task = asyncio.create_task(engine.generate([5, 6], sampling, session="a"))
+        await self.has_tokens(engine)
+        await engine.update_weights(manifest_of(weights), 1)
+        generation = await task
+        await engine.close()
+        return generation
+
+    async def test_an_interrupted_generation_continues_with_the_new_weights(self, models, others):
+        g = await self.interrupted(models, others, params(LONG))
+        (_, old), (_, new) = g.versions
+        assert [v for v, _ in g.versions] == [0, 1]
+        assert old + new == len(g.ids) == LONG
+        for folder, part in ((models["qwen3"], slice(0, old)), (others, slice(old, None))):
+            expected, _ = full_log_probs(folder, [5, 6], g.ids, 1.0)
+            pairs = zip(expected.tolist()[part], g.log_probs[part], strict=True)
+            assert max(abs(a - b) for a, b in pairs) < 1e-4, "log-probs are those of the token's own version"
+
+    async def test_an_interruption_changes_no_token_if_the_weights_are_equal(self, models):
+        engine = await local(models["qwen3"])
+        whole = await engine.generate([5, 6], params(LONG), session="a")
+        await engine.close()
+        stop = decode(whole.ids[LONG - 4 : LONG - 1])
+        g = await self.interrupted(models, models["qwen3"], params(LONG, stop=(stop,)))
+        assert len(g.versions) == 2
+        assert (g.ids, g.log_probs) == (whole.ids[: LONG - 1], whole.log_probs[: LONG - 1])
+        assert g.matched_stop == stop
 
     async def test_a_request_without_tokens_starts_again(self, engine, others):
         await engine.pause()

@@ -10,6 +10,7 @@ from engine_contract import EngineContract
 from sglang_double import Double, count_up
 
 from agentrl.core.message_images import PlacedImage, as_image
+from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import SamplingParams, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
@@ -178,6 +179,57 @@ async def test_requests_without_tokens_start_again_with_new_weights(engine, doub
     g = await task
     assert g.policy_version == 3
     assert len(double.bodies) == 2
+
+
+async def interrupted(engine, double, manifest, sampled: int, sampling=FIVE):
+    """A generation that a weight update to version 3 interrupts after some tokens."""
+    double.delay_s, double.sampled = 60, sampled
+    task = asyncio.create_task(engine.generate([1], sampling, session="a"))
+    await until(lambda: double.bodies)
+    await engine.pause()
+    await engine.update_weights(manifest, 3)
+    double.delay_s = 0
+    await engine.resume()
+    return await task
+
+
+async def test_an_interrupted_generation_keeps_its_tokens_under_one_budget(engine, double, manifest):
+    engine.keep_interrupted = True
+    g = await interrupted(engine, double, manifest, sampled=2)
+    assert (g.ids, g.finish_reason) == ((2, 3, 4, 5, 6), FinishReason.LENGTH)
+    assert g.versions == ((0, 2), (3, 3))
+    assert len(g.log_probs) == 5
+    first, second = double.bodies
+    assert second["input_ids"] == [*first["input_ids"], 2, 3]
+    assert second["sampling_params"]["max_new_tokens"] == 3
+    assert g.context_crc == ids_checksum([1])
+
+
+async def test_without_being_told_to_keep_them_an_interrupted_generation_is_aborted(engine, double, manifest):
+    with pytest.raises(EngineAbort, match="in flight"):
+        await interrupted(engine, double, manifest, sampled=2)
+
+
+@pytest.mark.parametrize("stop", ["3.4", "2.3.4"])
+async def test_a_stop_string_that_an_interruption_divides_ends_the_generation(engine, double, manifest, stop):
+    engine.keep_interrupted = True
+    engine._decode = lambda ids: "".join(f"{i}." for i in ids)
+    g = await interrupted(engine, double, manifest, 2, SamplingParams(5, stop=(stop,)))
+    assert (g.ids, g.finish_reason, g.matched_stop) == ((2, 3, 4), FinishReason.STOP, stop)
+    assert g.versions == ((0, 2), (3, 1))
+
+
+async def test_a_stop_string_cannot_be_divided_where_nothing_decodes(engine, double, manifest):
+    engine.keep_interrupted = True
+    with pytest.raises(EngineAbort, match="in flight"):
+        await interrupted(engine, double, manifest, 2, SamplingParams(5, stop=("3.4",)))
+
+
+async def test_spans_of_versions_that_the_server_reports_are_kept(engine, double):
+    spans = [{"version": "default", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    double.weight_version, double.spans, engine.policy_version = "4", spans, 4
+    g = await engine.generate([1], FIVE, session="a")
+    assert g.versions == ((0, 2), (4, 3))
 
 
 async def test_abort_takes_effect_at_once(engine, double):

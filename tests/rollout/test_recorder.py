@@ -56,15 +56,30 @@ def test_a_demonstration_is_not_a_sampled_span():
     recorder = Recorder()
     recorder.open([(PROMPT, [1])])
     recorder.sampled(generation([2], demonstration=True), turn=0, temperature=1.0)
-    assert recorder.last_span().provenance is Provenance.DEMONSTRATION
-    assert recorder.last_span().log_probs is None
+    (*_, span) = recorder.segments()[0].spans
+    assert span.provenance is Provenance.DEMONSTRATION
+    assert span.log_probs is None
+    assert recorder.last_generated(0) == (2,)
+
+
+def test_an_interrupted_generation_has_a_span_for_each_version():
+    recorder = Recorder()
+    recorder.open([(PROMPT, [1])])
+    whole = generation([5, 6, 7], version=4, versions=((3, 1), (4, 2)))
+    recorder.sampled(whole, turn=0, temperature=1.0)
+    _, old, new = recorder.segments()[0].spans
+    assert [(s.ids, s.policy_version) for s in (old, new)] == [((5,), 3), ((6, 7), 4)]
+    assert old.log_probs + new.log_probs == whole.log_probs
+    assert recorder.last_generated(0) == (5, 6, 7)
+    recorder.extend([(OBSERVATION, [8])], turn=0)
+    assert recorder.last_generated(0) == ()
 
 
 def test_a_greedy_turn_is_recorded_at_temperature_one():
     recorder = Recorder()
     recorder.open([(PROMPT, [1])])
     recorder.sampled(generation([2]), turn=0, temperature=0.0)
-    assert recorder.last_span().temperature == 1.0
+    assert recorder.segments()[0].spans[-1].temperature == 1.0
 
 
 @pytest.mark.parametrize("pieces", [[], [(PROMPT, [])]])

@@ -44,6 +44,7 @@ class LocalEngine:
         dtype: of the weights and the cache.
         device: of the weights and the cache.
         policy_version: of the weights in `model_dir`.
+        keep_interrupted: generations that a weight update interrupts keep their tokens and continue with the new weights.
         timeout_s: limit of every call other than `generate`, the step in progress included.
     """
 
@@ -58,6 +59,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         policy_version: int = 0,
+        keep_interrupted: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
         if max_running < 1:
@@ -70,6 +72,7 @@ class LocalEngine:
         self._dtype = dtype
         self._device = torch.device(device)
         self._policy_version = policy_version
+        self._keep_interrupted = keep_interrupted
         self._timeout_s = timeout_s
         self._scheduler: Scheduler | None = None
         self._wakeup = threading.Condition()
@@ -268,7 +271,9 @@ class LocalEngine:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
             model = LocalModel(self._model_dir, dtype=self._dtype, device=self._device)
-            self._scheduler = Scheduler(model, self._max_running, self._policy_version)
+            self._scheduler = Scheduler(
+                model, self._max_running, self._policy_version, keep_interrupted=self._keep_interrupted
+            )
             while self._iterate(self._scheduler):
                 pass
         except EngineFailure as e:

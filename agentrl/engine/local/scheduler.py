@@ -36,13 +36,24 @@ class Request:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(version, tokens) of the weights before the current ones that sampled a part"""
+
+    def end_version(self, version: int) -> None:
+        """The weights of `version` sampled all tokens since the last call."""
+        count = len(self.ids) - sum(n for _, n in self.versions)
+        if count:
+            self.versions.append((version, count))
 
 
 class Scheduler:
     """All sessions of the engine, and the order in which their chunks are computed."""
 
-    def __init__(self, model: LocalModel, max_running: int, policy_version: int) -> None:
+    def __init__(
+        self, model: LocalModel, max_running: int, policy_version: int, *, keep_interrupted: bool = False
+    ) -> None:
         self.model = model
+        self.keep_interrupted = keep_interrupted
         self.pool = BlockPool(model.device)
         self.policy_version = policy_version
         self.preemptions = 0
@@ -99,11 +110,15 @@ class Scheduler:
             session.queue.remove(request)
 
     def weights_changed(self, policy_version: int) -> None:
-        """Free all keys and values. Requests with sampled tokens are aborted, the others start again."""
-        self.policy_version = policy_version
+        """Free all keys and values. Requests with sampled tokens continue or are aborted (`keep_interrupted`), the others start again."""
+        before, self.policy_version = self.policy_version, policy_version
         reason = EngineAbort("new weights arrived while the generation was in flight", "weight update")
         for session in self._sessions.values():
-            if session.active is not None and session.active.ids:
+            if session.active is None or not session.active.ids:
+                continue
+            if self.keep_interrupted:
+                session.active.end_version(before)
+            else:
                 session.active.on_finish(reason)
                 self._finish(session)
         self.free_cache()
@@ -225,6 +240,8 @@ class Scheduler:
         if finish_reason is None:
             session.append(token)
             return
+        if request.versions:
+            request.end_version(self.policy_version)
         request.on_finish(
             Generation(
                 ids=tuple(request.ids),
@@ -233,6 +250,7 @@ class Scheduler:
                 matched_stop=matched_stop,
                 policy_version=self.policy_version,
                 cached_tokens=request.cached_tokens,
+                versions=tuple(request.versions),
                 context_crc=ids_checksum(session.ids[: len(request.context)]),
             )
         )

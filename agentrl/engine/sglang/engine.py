@@ -17,12 +17,14 @@ from typing import Any, Literal
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
+from agentrl.engine.sampling import Decode
 from agentrl.engine.sglang.api import ServerApi
 from agentrl.engine.sglang.protocol import (
     add_images,
     check_prompt,
     concatenate,
     context_checksum,
+    end_at_stop,
     must_continue,
     read_finish_reason,
     read_generation,
@@ -71,6 +73,7 @@ class SGLangEngine:
         model_dir: the model's folder, if it can be read here: new weights are compared with it before they are sent.
         context_length: maximum tokens of context and generation; None: the server's.
         policy_version: version of the weights that the server starts with.
+        decode: ids -> text; with it, stop strings are found that an interruption divides (see `keep_interrupted`).
         timeout_s: limit of every call other than `generate`.
         generate_timeout_s: limit of one generation, including the time in the server's queue.
     """
@@ -82,12 +85,15 @@ class SGLangEngine:
         model_dir: Path | None = None,
         context_length: int | None = None,
         policy_version: int = 0,
+        decode: Decode | None = None,
         timeout_s: float = 300.0,
         generate_timeout_s: float = 3600.0,
     ) -> None:
         self.api = ServerApi(address, timeout_s)
         self.address = self.api.address
         self.policy_version = policy_version
+        self.keep_interrupted = False
+        """Generations that a weight update interrupts keep their tokens and continue with the new weights. Otherwise they raise EngineAbort"""
         self.starts = 0
         """completed calls of `start`; what was agreed with the server before the last one is lost"""
         config = _text_config(model_dir)
@@ -97,6 +103,7 @@ class SGLangEngine:
         self._context_length = context_length
         self._model_dir = model_dir
         self._first_version = policy_version
+        self._decode = decode
         self._generate_timeout_s = generate_timeout_s
         self._client_id, self._requests_sent = uuid.uuid4().hex, 0
         self._flights: set[_Flight] = set()
@@ -180,6 +187,7 @@ class SGLangEngine:
         flight = _Flight(session)
         self._flights.add(flight)
         parts: list[Generation] = []
+        interrupted = False
         crc: int | None = None
         try:
             while True:
@@ -187,15 +195,20 @@ class SGLangEngine:
                 if crc is None:
                     crc = context_checksum(body["input_ids"], self.vocab_size)
                 response = await self._send(flight, add_images(body, images) if images else body)
-                if read_finish_reason(response, self.address) is FinishReason.ABORT:
+                aborted = read_finish_reason(response, self.address) is FinishReason.ABORT
+                if aborted and not self._may_keep(response, sampling):
                     self._count_abort(flight, response)
                     continue
                 check_prompt(response, context, self.address, images=bool(images))
                 part = read_generation(response, self._first_version, self.address, self.vocab_size, context_crc=crc)
                 self._check_version(part, flight)
+                if interrupted and sampling.stop and self._decode is not None:
+                    part = end_at_stop(parts, part, sampling.stop, self._decode)
+                    aborted = part.finish_reason is FinishReason.ABORT
                 parts.append(part)
                 max_new_tokens -= len(part.ids)
-                if not must_continue(part, sampling):
+                interrupted |= aborted
+                if not (aborted or must_continue(part, sampling)):
                     return concatenate(parts)
                 if max_new_tokens <= 0:
                     full = replace(part, finish_reason=FinishReason.LENGTH, matched_stop=None)
@@ -235,6 +248,12 @@ class SGLangEngine:
             return response
         finally:
             self._in_server -= 1
+
+    def _may_keep(self, response: Any, sampling: SamplingParams) -> bool:
+        """Whether the tokens of an aborted request can be kept. The server does not report all tokens of one that waited in its queue."""
+        count = sampled_tokens(response, self.address)
+        known = response["meta_info"].get("completion_tokens") == count
+        return self.keep_interrupted and count > 0 and known and not (sampling.stop and self._decode is None)
 
     def _count_abort(self, flight: _Flight, response: Any) -> None:
         """The server aborted a request.
@@ -284,8 +303,12 @@ class SGLangEngine:
     async def pause(self, mode: Literal["retract", "in_place", "abort"] = "retract") -> None:
         """Send no more requests. Those in flight wait in the server's queue with their keys and values dropped (`retract`) or kept
         (`in_place`), or are aborted (`abort`): with sampled tokens they raise EngineAbort, without they are sent again after `resume`.
+
+        With `keep_interrupted` they are aborted first, since a server returns the tokens only of requests that it runs.
         """
         self._running.clear()
+        if self.keep_interrupted:
+            await self._abort_all()
         await self.api.command("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:

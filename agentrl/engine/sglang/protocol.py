@@ -7,7 +7,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams
-from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.engine.sampling import Decode, StopFinder
+from agentrl.errors import EngineFailure
 from agentrl.types import FinishReason
 
 TESTED = ("0.5.17", "0.5.23")
@@ -251,18 +252,16 @@ def read_generation(
 
     Raises:
         EngineFailure: the response is malformed; ids and log-probs do not belong together, are not numbers, or are outside their range.
-        EngineAbort: weights of two versions sampled it.
     """
     meta, where = response["meta_info"], f"{address}/generate"
     reason, cached = meta["finish_reason"], meta.get("cached_tokens") or 0
-    versions, version = meta.get("weight_versions") or [], meta.get("weight_version")
+    version = meta.get("weight_version")
     matched = reason.get("matched") if reason["type"] == "stop" else None
-    if not isinstance(versions, list) or type(version) not in (str, int):
-        raise malformed(where, f"weight_version {version!r:.60}, weight_versions {versions!r:.60}")
+    if type(version) not in (str, int):
+        raise malformed(where, f"weight_version {version!r:.60}")
+    versions = _read_versions(meta, unnamed_version, where)
     if type(cached) is not int or not (matched is None or type(matched) in (str, int)):
         raise malformed(where, f"cached_tokens {cached!r:.60}, matched {matched!r:.60}")
-    if len(versions) > 1:
-        raise EngineAbort("the weights changed while the generation was in flight", "weight update")
     ids, log_probs = _read_tokens(response, where)
     if ids and not 0 <= min(ids) <= max(ids) < (1 << 31 if vocab_size is None else vocab_size):
         bound = "non-negative 32-bit integers" if vocab_size is None else f"0..{vocab_size - 1}"
@@ -280,7 +279,21 @@ def read_generation(
         policy_version=read_version(version, unnamed_version),
         cached_tokens=cached,
         context_crc=context_crc,
+        versions=versions if len(versions) > 1 else (),
     )
+
+
+def _read_versions(meta: Mapping[str, Any], unnamed: int, where: str) -> tuple[tuple[int, int], ...]:
+    """(version, tokens) of each span of `weight_versions`, which SGLang reports since 0.5.23; empty if it reports none."""
+    spans = meta.get("weight_versions") or []
+    try:
+        return tuple(
+            (read_version(span["version"], unnamed), int(span["end"]) - int(span["start"]))
+            for span in spans
+            if span["end"] > span["start"]
+        )
+    except (TypeError, KeyError, ValueError) as e:
+        raise malformed(where, f"weight_versions {spans!r:.60}") from e
 
 
 def _read_tokens(response: Mapping[str, Any], where: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -322,16 +335,17 @@ def must_continue(part: Generation, sampling: SamplingParams) -> bool:
 
 
 def concatenate(parts: list[Generation]) -> Generation:
-    """Generations that continue one another as one.
-
-    Raises:
-        EngineAbort: weights of different versions sampled them.
-    """
+    """Generations that continue one another as one."""
     last = parts[-1]
     if len(parts) == 1:
         return last
-    if len({p.policy_version for p in parts}) > 1:
-        raise EngineAbort("the weights changed while the generation was in flight", "weight update")
+    versions: list[tuple[int, int]] = []
+    for part in parts:
+        for version, count in part.versions or ((part.policy_version, len(part.ids)),):
+            if versions and versions[-1][0] == version:
+                count += versions.pop()[1]
+            if count:
+                versions.append((version, count))
     return Generation(
         ids=tuple(i for p in parts for i in p.ids),
         log_probs=tuple(x for p in parts for x in p.log_probs),
@@ -340,4 +354,39 @@ def concatenate(parts: list[Generation]) -> Generation:
         policy_version=last.policy_version,
         cached_tokens=parts[0].cached_tokens,
         context_crc=parts[0].context_crc,
+        versions=tuple(versions) if len(versions) > 1 else (),
     )
+
+
+def end_at_stop(parts: Sequence[Generation], part: Generation, stop: Sequence[str], decode: Decode) -> Generation:
+    """The part that continues `parts`, ended after the token that completes a stop string.
+
+    A server finds stop strings only inside the part that it samples. One that begins in an earlier part is found here. What the server sampled
+    after it is removed: a server that had not been interrupted would have stopped there.
+    """
+    ids = [i for earlier in parts for i in earlier.ids]
+    finder = StopFinder(stop, decode)
+    for count, token in enumerate(part.ids, 1):
+        ids.append(token)
+        matched = finder.find(ids)
+        if matched is not None:
+            return replace(
+                part,
+                ids=part.ids[:count],
+                log_probs=part.log_probs[:count],
+                finish_reason=FinishReason.STOP,
+                matched_stop=matched,
+                versions=_first_tokens(part.versions, count),
+            )
+    return part
+
+
+def _first_tokens(versions: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
+    """The runs of the first `count` tokens."""
+    runs: list[tuple[int, int]] = []
+    for version, tokens in versions:
+        tokens = min(tokens, count)
+        count -= tokens
+        if tokens:
+            runs.append((version, tokens))
+    return tuple(runs)
