@@ -156,9 +156,13 @@ def _resolve(item: Any) -> Reward:
 
 
 class Scorer:
-    """Calls rewards under their time limits; sync ones run in a separate thread pool."""
+    """Calls rewards under their time limits; sync ones run in a separate thread pool.
 
-    def __init__(self, rewards: Sequence[Reward], threads: int = 8) -> None:
+    `reward_key` names the component that counts, of rewards that return a dict; None: all of them.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], threads: int = 8, reward_key: str | None = None) -> None:
+        self.reward_key = reward_key
         self.single = tuple(r for r in rewards if not r.group)
         self.group = tuple(r for r in rewards if r.group)
         self.pool = TimeoutPool("reward", threads=threads)
@@ -176,7 +180,7 @@ class Scorer:
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
                 out = await self.pool.call(r.fn, given, timeout_s=r.timeout_s)
-                _add(r, out, values, weights)
+                self._add(r, out, values, weights)
         return replace(trajectory, rewards=values, weights=weights)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -194,9 +198,30 @@ class Scorer:
                 outs = _group_values(r, returned, len(played))
             for i, out in zip(played, outs, strict=True):
                 values, weights = dict(scored[i].rewards), dict(scored[i].weights)
-                _add(r, out, values, weights)
+                self._add(r, out, values, weights)
                 scored[i] = replace(scored[i], rewards=values, weights=weights)
         return scored
+
+    def _add(self, r: Reward, out: Any, values: dict[str, float | None], weights: dict[str, float]) -> None:
+        """Add what a reward returned to the components and their weights."""
+        components: Mapping[Any, Any] = out if isinstance(out, Mapping) else {"": out}
+        counting = self.reward_key if isinstance(out, Mapping) else None
+        if counting is not None and counting not in components:
+            raise RewardFailure(
+                f"reward {r.name} returned no component {counting!r} (--reward-key), found {shown(sorted(map(str, components)))}",
+                f"reward {r.name}: no component {counting}",
+            )
+        for key, value in components.items():
+            if not isinstance(key, str):
+                raise RewardFailure(
+                    f"reward {r.name}: the names of its components must be text, found {shown(key)}",
+                    f"reward {r.name}: not a name",
+                )
+            if counting not in (None, key) and value is not None and real_number(value) is None:
+                continue
+            name = f"{r.name}.{key}" if key else r.name
+            values[name] = None if value is None else _number(name, value, r.weight)
+            weights[name] = r.weight if counting in (None, key) else 0.0
 
     def close(self) -> None:
         """Let the pool's idle threads end."""
@@ -235,19 +260,6 @@ def _group_values(r: Reward, returned: Any, members: int) -> list[Any]:
             f"reward {r.name}: length",
         )
     return values
-
-
-def _add(r: Reward, out: Any, values: dict[str, float | None], weights: dict[str, float]) -> None:
-    components: Mapping[Any, Any] = out if isinstance(out, Mapping) else {"": out}
-    for key, value in components.items():
-        if not isinstance(key, str):
-            raise RewardFailure(
-                f"reward {r.name}: the names of its components must be text, found {shown(key)}",
-                f"reward {r.name}: not a name",
-            )
-        name = f"{r.name}.{key}" if key else r.name
-        values[name] = None if value is None else _number(name, value, r.weight)
-        weights[name] = r.weight
 
 
 def _number(name: str, value: Any, weight: float) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from agentrl.config import FIELDS
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class FlagTables:
     """flags that are not accepted, and what to do instead"""
     prefixes: dict[str, str]
     """beginnings of flags that are not accepted, and what to do instead"""
+    without_effect: dict[str, str]
+    """accepted flags, or NAME=VALUE, that ask for what is always done, and why they have no effect"""
     values: dict[tuple[str, str], str]
     """(setting, value) of other programs, and what to give instead"""
 
@@ -27,13 +31,15 @@ class FlagTables:
 def flag_tables() -> FlagTables:
     """Read the tables; done only when a flag is not one of agentrl's settings."""
     data = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    answers = {name: text for text, names in data["refused"].items() for name in names}
+    answers, without_effect = (
+        {name: text for text, names in data[table].items() for name in names} for table in ("refused", "without_effect")
+    )
     prefixes = {name[:-1]: text for name, text in answers.items() if name.endswith("*")}
     refused = {name: text for name, text in answers.items() if not name.endswith("*")}
     values = {
         (setting, value): text for setting, texts in data["values"].items() for text in texts for value in texts[text]
     }
-    return FlagTables(data["same"], refused, prefixes, values)
+    return FlagTables(data["same"], refused, prefixes, without_effect, values)
 
 
 def our_name(name: str) -> str:
@@ -41,8 +47,16 @@ def our_name(name: str) -> str:
     return flag_tables().same.get(name, name)
 
 
+def why_without_effect(name: str, values: Sequence[str]) -> str | None:
+    """Why a flag with these values is accepted and has no effect; None: it is not such a flag."""
+    table = flag_tables().without_effect
+    return table.get(name) or table.get(f"{name}={' '.join(values)}")
+
+
 def advice(name: str) -> str | None:
     """What to do instead of a flag that is not accepted, named without dashes before it; None: the flag is not in the tables."""
+    if name.replace("-", "_") in FIELDS:
+        return None
     tables = flag_tables()
     longest = max((prefix for prefix in tables.prefixes if name.startswith(prefix)), key=len, default=None)
     return tables.refused.get(name) or (tables.prefixes[longest] if longest else None)

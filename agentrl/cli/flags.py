@@ -119,9 +119,11 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
     for name in list(layer):
         if plain_type(setting(name).annotation) is dict:
             layer[name] = dict(_pair(name, item) for item in layer[name])
-        elif wrong := value_problems({name: layer[name]}):
-            instead = flag_tables().values.get((name, str(layer[name])))
-            problems += [f"{flag_names(name)[0]} {layer[name]} is not accepted: {instead}"] if instead else wrong
+            continue
+        given = layer[name] if isinstance(layer[name], list) else [layer[name]]
+        foreign = [(v, text) for v in given if (text := flag_tables().values.get((name, str(v))))]
+        problems += [f"{flag_names(name)[0]} {value} is not accepted: {instead}" for value, instead in foreign]
+        problems += [] if foreign else value_problems({name: layer[name]})
     sglang, rest = split_sglang(rest)
     if sglang:
         layer["sglang"] = sglang

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice
+from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice, why_without_effect
 from agentrl.config import FIELDS
 from agentrl.errors import ConfigError, suggest
+
+logger = logging.getLogger(__name__)
 
 
 def own_names(words: Sequence[str]) -> list[str]:
@@ -51,16 +54,23 @@ def read_megatron(words: Sequence[str], ours: Iterable[str], problems: list[str]
         problems: flags that are unknown or refused, or lack a value, are appended, one sentence for each.
     """
     settings: dict[str, Any] = {}
+    unneeded: dict[str, list[str]] = {}
     words, ours = list(words), list(ours)
     while words:
         word, *words = words
-        values = _take_values(words) if word.startswith("--") and "=" not in word else []
+        name, equals, attached = word.removeprefix("--").partition("=")
+        values = [attached] if equals else _take_values(words) if word.startswith("--") else []
+        if word.startswith("--") and (why := why_without_effect(name, values)):
+            unneeded.setdefault(why, []).append(f"--{name}")
+            continue
         try:
             field, value = _read_flag(word, values, ours)
         except ConfigError as e:
             problems.append(str(e))
         else:
             settings[field] = value
+    for why, flags in unneeded.items():
+        logger.warning("%s: without effect, since %s", ", ".join(flags), why)
     return settings
 
 
@@ -75,14 +85,14 @@ def _read_flag(word: str, values: Sequence[str], ours: Sequence[str]) -> tuple[s
         if instead := verl_advice(word, [*ours, *specs]):
             raise ConfigError(f"{word}: agentrl has flags, not verl's keys; {instead}")
         raise ConfigError(f"unexpected {word!r}; flags begin with --")
-    name, _, attached = word[2:].partition("=")
+    name = word[2:].partition("=")[0]
     if instead := advice(name):
         raise ConfigError(f"--{name} is not accepted: {instead}")
     specs = _megatron_flags()
     if name not in specs:
         tables = flag_tables()
         raise not_a_flag(name, [*specs, *ours, *tables.refused, *tables.same])
-    field, value = specs[name].parse([attached] if attached else list(values))
+    field, value = specs[name].parse(values)
     return field, value
 
 

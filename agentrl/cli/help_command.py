@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from agentrl.cli.common import Commands, print_now, require_no_more
-from agentrl.cli.flag_advice import advice, flag_tables, our_name
+from agentrl.cli.flag_advice import advice, flag_tables, our_name, why_without_effect
 from agentrl.cli.flags import default_text, flag_names, metavar, setting
 from agentrl.cli.foreign_flags import not_a_flag
 from agentrl.config import FIELDS
@@ -42,6 +42,8 @@ def explain(name: str, commands: Commands) -> str:
         return _explain_setting(ours[name])
     if (ours_called := our_name(name)) != name:
         return f"--{name} means --{ours_called} here\n\n{explain(ours_called, commands)}"
+    if why := why_without_effect(name, ()):
+        return f"--{name} is accepted without effect, since {why}"
     if instead := advice(name):
         return f"--{name} is not accepted: {instead}"
     if name.startswith("sglang-"):

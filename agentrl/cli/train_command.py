@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 
 from agentrl.cli.common import Commands, print_now, run_job
-from agentrl.cli.flags import read_flags
+from agentrl.cli.flags import flag_names, read_flags
 from agentrl.cli.resolve import resolve_played, resolve_trained
-from agentrl.config import Config, build_config, read_toml
+from agentrl.config import FIELDS, Config, Layer, build_config, read_toml
+from agentrl.config.paths import anchor
 from agentrl.errors import ConfigError
+from agentrl.run.model_folder import embedded
 
 _RESUMABLE = {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level"}
 """Settings that may change when a run continues."""
@@ -21,40 +23,110 @@ def add_parser(commands: Commands) -> None:
         "--resume", type=Path, metavar="RUN", help="continue a run from its last checkpoint, with its own settings"
     )
     parser.add_argument(
+        "--load",
+        type=Path,
+        metavar="RUN",
+        help="as --resume; if there is no such folder, start a new run in it",
+    )
+    parser.add_argument(
         "--train-only",
         type=Path,
         metavar="RUN",
         help="train on the recorded episodes of a run, with its settings, without an engine",
     )
+    parser.add_argument(
+        "--debug-train-only", action="store_true", help="train on recorded episodes only; needs --train-only RUN"
+    )
+    parser.add_argument(
+        "--debug-rollout-only", action="store_true", help="play episodes without training, as `agentrl rollout`"
+    )
 
 
 def run_train(args: argparse.Namespace, rest: list[str]) -> int:
+    from agentrl.run.rollouts import rollout_only
     from agentrl.run.train_only import train_only
     from agentrl.run.training import train
 
-    if args.resume:
-        run_job(train(_resumed(args, rest), resume=args.resume, echo=print_now))
+    if args.debug_train_only and not args.train_only:
+        raise ConfigError("--debug-train-only trains on recorded episodes; give --load-debug-rollout-data RUN")
+    _require_one(args)
+    run = args.resume or _loaded(args)
+    if run:
+        run_job(train(_resumed(args, rest, run), resume=run, echo=print_now))
     elif args.train_only:
         run_job(train_only(resolve_trained(args, rest, [args.train_only]), args.train_only, echo=print_now))
+    elif args.debug_rollout_only:
+        run_job(rollout_only(resolve_played(args, rest, scored=False), echo=print_now))
     else:
         run_job(train(resolve_played(args, rest, scored=True), echo=print_now))
     return 0
 
 
-def _resumed(args: argparse.Namespace, rest: list[str]) -> Config:
-    """The run's own settings, with the few that may change."""
+def _require_one(args: argparse.Namespace) -> None:
+    """Refuse flags that name different sources of episodes.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    if args.resume:
+        for flag in ("config", "load", "train_only", "debug_rollout_only"):
+            if getattr(args, flag):
+                raise ConfigError(
+                    f"--resume continues with the run's own settings and episodes; leave out --{flag.replace('_', '-')}"
+                )
+    given = [
+        f"--{name.replace('_', '-')}" for name in ("load", "train_only", "debug_rollout_only") if getattr(args, name)
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give one of them")
+
+
+def _loaded(args: argparse.Namespace) -> Path | None:
+    """The run folder of --load, if it is there; otherwise the new run gets this folder.
+
+    Raises:
+        ConfigError: --run names another folder, or the folder does not hold a run.
+    """
+    if args.load is None:
+        return None
+    folder: Path = args.load
+    saved = getattr(args, "run", None)
+    if saved is not None and Path(saved).absolute() != folder.absolute():
+        raise ConfigError(
+            f"a run continues in its own folder, but --load is {folder} and --save (--run) is {saved}; give both the same folder, "
+            "or start a new run from its weights with --hf-checkpoint RUN/hf"
+        )
+    if not folder.exists():
+        args.run = str(folder)
+        return None
+    if not (folder / "config.toml").exists():
+        raise ConfigError(
+            f"--load {folder} does not hold a run of agentrl; to start from the weights of a model give --hf-checkpoint DIR"
+        )
+    return folder
+
+
+def _resumed(args: argparse.Namespace, rest: list[str], run: Path) -> Config:
+    """The run's own settings, with the few that may change. Flags that repeat its settings are accepted."""
     from agentrl.store.checkpoints import require_run
 
-    for flag in ("config", "train_only"):
-        if getattr(args, flag):
-            raise ConfigError(
-                f"--resume continues with the run's own settings and episodes; leave out --{flag.replace('_', '-')}"
-            )
-    flags = read_flags(args, rest)
-    config = build_config(flags, base=read_toml(require_run(args.resume) / "config.toml"))
-    if changed := sorted(flags.keys() - _RESUMABLE):
+    flags = (read_toml(args.config) if args.config else {}) | read_flags(args, rest)
+    flags.pop("run", None)
+    recorded = read_toml(require_run(run) / "config.toml")
+    config = anchor(build_config(flags, base=recorded), embedded=embedded())
+    changed = sorted(name for name in _changed(config, build_config(base=recorded), flags) if name not in _RESUMABLE)
+    if changed:
+        flag = flag_names(changed[0])[0] if changed[0] in FIELDS else f"flags of [{changed[0]}]"
         raise ConfigError(
-            f"--resume continues with the run's own settings; leave out --{changed[0].replace('_', '-')}, "
-            "or start a new run"
+            f"{'--resume' if args.resume else '--load'} continues with the run's own settings; leave out {flag}, or start a new run"
         )
     return config
+
+
+def _changed(config: Config, recorded: Config, flags: Layer) -> list[str]:
+    """The settings among `flags` that differ from those of the run."""
+
+    def value(of: Config, name: str) -> object:
+        return getattr(getattr(of, FIELDS[name]), name) if name in FIELDS else getattr(of, name)
+
+    return [name for name in flags if value(config, name) != value(recorded, name)]

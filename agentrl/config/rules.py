@@ -39,7 +39,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if not train.use_tis and _changed(train, "tis_threshold"):
         yield "tis_threshold", "without --use-tis; add --use-tis"
     if not (data.prompt_data or config.eval.eval_prompt_data):
-        for name in ("input_key", "label_key"):
+        for name in ("input_key", "label_key", "metadata_key", "tool_key"):
             if _changed(data, name):
                 yield name, "without a data file; add --prompt-data or --eval-prompt-data"
     if engine.engine == "local":

@@ -6,7 +6,7 @@ None or empty is explained in the text as "(default: …)". A string in `Annotat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,8 +27,8 @@ def _temperature(value: float) -> float:
     return value
 
 
-def _top_k(value: int) -> int:
-    if value < 1 and value != -1:
+def _top_k(value: int | None) -> int | None:
+    if value is not None and value < 1 and value != -1:
         raise ValueError("must be at least 1, or -1 (off)")
     return value
 
@@ -53,6 +53,10 @@ class RunSettings:
     The date is recorded, so that a replay renders the same prompts."""
     save_interval: Annotated[int, Field(ge=1)] = 10
     """rollouts between checkpoints; the last rollout is always saved"""
+    save_debug_rollout_data: Annotated[str | None, "PATH"] = None
+    """link to create, to the folder of the recorded episodes (default: none)
+
+    Every episode is recorded in episodes/ of the run folder in any case. `agentrl train --load-debug-rollout-data PATH` trains on them."""
     keep_checkpoints: Annotated[int, Field(ge=0)] = 2
     """checkpoints to keep, newest first; 0: keep all"""
     tensorboard: bool = True
@@ -94,6 +98,10 @@ class EnvSettings:
     """rewards, each NAME or NAME=WEIGHT (default: the environment's)
 
     A name is registered, or `module:function`, or `file.py:function`. A file with one reward needs no function name."""
+    reward_key: Annotated[str | None, "NAME"] = None
+    """component that counts, of a reward that returns a dict (default: all of them, each with the reward's weight)
+
+    The other components are reported with weight 0, or left out if they are not numbers."""
     action_format: Annotated[str | None, "NAME"] = None
     """syntax of tool calls and answers, such as hermes or search_r1 (default: the environment's choice, or the model family's)"""
     max_turns: Annotated[int, Field(ge=1)] = 8
@@ -134,6 +142,10 @@ class DataSettings:
     """column of the prompt, which is text or messages; a.b is key b inside column a (default: the environment's, usually prompt)"""
     label_key: Annotated[str | None, "NAME"] = None
     """column of the label; a.b is key b inside column a (default: the environment's, usually label)"""
+    metadata_key: Annotated[str | None, "NAME"] = None
+    """column of the task's metadata, an object (default: all columns but prompt, label and id)"""
+    tool_key: Annotated[str, "NAME"] = "tools"
+    """column of the task's tools; a.b is key b inside column a"""
     apply_chat_template: Annotated[bool, AfterValidator(_chat_template)] = True
     """prompts always use the model's chat template; false is refused"""
     rollout_shuffle: bool = True
@@ -237,6 +249,10 @@ class TrainSettings:
     """how advantages are computed from the rewards of a group
 
     agentrl/train/advantage.py has the formulas and their sources."""
+    normalize_advantages: bool = False
+    """subtract the mean of the advantages of a rollout's trained tokens and divide by their standard deviation
+
+    Groups of equal scores then have an advantage too: minus the mean."""
     eps_clip: Annotated[float, Field(ge=0)] = 0.2
     """clip range of the probability ratio, in both directions"""
     eps_clip_high: Annotated[float | None, Field(ge=0)] = None
@@ -247,8 +263,8 @@ class TrainSettings:
     """keep a frozen reference model and add the KL loss"""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the KL loss; needs --use-kl-loss"""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of the KL divergence, from Schulman 2020"""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """estimator of the KL divergence, from Schulman 2020; low_var_kl is k3 bounded to [-10, 10]"""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the entropy bonus"""
     calculate_per_token_loss: bool = False
@@ -267,6 +283,8 @@ class TrainSettings:
     `agentrl sft` decays linearly to a twentieth of --lr, both with linear and with cosine."""
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
     """maximum tokens of a micro-batch, padding included"""
+    micro_batch_size: Annotated[int | None, Field(ge=1)] = None
+    """maximum rows of a micro-batch (default: only --max-tokens-per-gpu bounds it)"""
     actor_num_gpus_per_node: Annotated[int | None, Field(ge=1)] = None
     """trainer ranks, one per GPU (default: one data-parallel copy)
 
@@ -290,6 +308,12 @@ class EvalSettings:
     """episodes per evaluation task"""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
     """sampling temperature in evaluation; 0: greedy"""
+    eval_top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    """nucleus sampling in evaluation; 1: off (default: --rollout-top-p)"""
+    eval_top_k: Annotated[int | None, AfterValidator(_top_k)] = None
+    """sample from the N likeliest tokens in evaluation; -1: off (default: --rollout-top-k)"""
+    eval_max_response_len: Annotated[int | None, Field(ge=1)] = None
+    """maximum tokens after the prompt in evaluation (default: --rollout-max-response-len)"""
     eval_limit: Annotated[int | None, Field(ge=1)] = 200
     """maximum tasks of each evaluation set; none: all"""
 
@@ -333,9 +357,12 @@ class Config:
         """What the run is called in names and titles: its environment, else the name of its data file, else 'run'."""
         return self.env.env or Path(split_slice(self.data.prompt_data or "run")[0]).name.partition(".")[0]
 
-    def to_toml(self) -> str:
-        """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default."""
-        return tomli_w.dumps(_plain(self))
+    def to_toml(self, defaults: Container[str] | None = None) -> str:
+        """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default.
+
+        `defaults` names the settings that are written although they are at their defaults; None: all of them.
+        """
+        return tomli_w.dumps(_plain(self, defaults))
 
 
 SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config) if is_dataclass(f.default)}
@@ -354,7 +381,7 @@ def field_infos(cls: type) -> dict[str, FieldInfo]:
     return infos
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, defaults: Container[str] | None = None) -> Any:
     if is_dataclass(value):
         values = {
             name: (getattr(value, name), info.default)
@@ -362,9 +389,10 @@ def _plain(value: Any) -> Any:
             if not info.exclude
         }
         return {
-            name: "none" if v is None else _plain(v)
+            name: "none" if v is None else _plain(v, defaults)
             for name, (v, default) in values.items()
-            if v is not None or default is not None
+            if (v is not None or default is not None)
+            and (defaults is None or name in SECTIONS or name in TABLES or name in defaults or v != default)
         }
     if isinstance(value, tuple):
         return [_plain(v) for v in value]

@@ -20,6 +20,8 @@ def load_tasks(
     *,
     input_key: str,
     label_key: str,
+    metadata_key: str | None = None,
+    tool_key: str = "tools",
     label_required: bool = False,
     check: Callable[[Task], None] | None = None,
 ) -> list[Task]:
@@ -29,6 +31,8 @@ def load_tasks(
         spec: A file, a folder, a pattern or a hub data set (see `read_rows`), with or without a slice.
         input_key: The column of the prompt; `a.b` is key b of column a.
         label_key: The column of the label. If the first row lacks it, the tasks have no labels.
+        metadata_key: The column of the metadata; None: all columns that are not named here.
+        tool_key: The column of the task's tools. They become `metadata["tools"]`, in the normal form.
         label_required: The first row must have the label too.
         check: May refuse a task by raising a UsageError; file and line are added to its message.
 
@@ -41,7 +45,7 @@ def load_tasks(
     for row in islice(read_rows(name), *bounds):
         label_required = label_required or (not tasks and value_at(row.values, label_key) is not _MISSING)
         try:
-            task = _task(row, input_key, label_key, label_required)
+            task = _task(row, (input_key, label_key, metadata_key, tool_key), label_required)
             if check is not None:
                 check(task)
         except UsageError as e:
@@ -64,8 +68,9 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _task(row: Row, input_key: str, label_key: str, label_required: bool) -> Task:
+def _task(row: Row, keys: tuple[str, str, str | None, str], label_required: bool) -> Task:
     values = row.values
+    input_key, label_key, _, tool_key = keys
     prompt, label = value_at(values, input_key), value_at(values, label_key)
     for key, value in ((input_key, prompt), (label_key, label if label_required else None)):
         if value is _MISSING:
@@ -73,13 +78,27 @@ def _task(row: Row, input_key: str, label_key: str, label_required: bool) -> Tas
                 f"no column {key!r}{suggest(key, values)}; the columns are {', '.join(map(str, values))}; "
                 "set --input-key and --label-key"
             )
-    metadata = {k: v for k, v in values.items() if k not in (input_key, label_key, "id")}
-    if "tools" in metadata:
-        metadata["tools"] = normal_tools(metadata["tools"], arrow=row.arrow)
-    if isinstance(metadata.get("metadata"), dict):
-        metadata |= metadata.pop("metadata")
+    metadata = _metadata(values, keys)
+    if (tools := value_at(values, tool_key)) is not _MISSING:
+        metadata["tools"] = normal_tools(tools, arrow=row.arrow)
+    elif tool_key != "tools":
+        raise DataError(f"no column {tool_key!r} (--tool-key){suggest(tool_key, values)}")
     task_id = str(values.get("id", row.index))
     return Task(task_id, _prompt(prompt, input_key, row.arrow), None if label is _MISSING else label, metadata)
+
+
+def _metadata(values: Mapping[str, Any], keys: tuple[str, str, str | None, str]) -> dict[str, Any]:
+    input_key, label_key, metadata_key, tool_key = keys
+    if metadata_key is None:
+        metadata = {k: v for k, v in values.items() if k not in (input_key, label_key, tool_key, "id")}
+        if isinstance(metadata.get("metadata"), dict):
+            metadata |= metadata.pop("metadata")
+        return metadata
+    value = value_at(values, metadata_key)
+    if not isinstance(value, Mapping):
+        expected = f"--metadata-key {metadata_key!r} must be a column of objects"
+        raise DataError(f"{expected}, found {'no such column' if value is _MISSING else f'{value!r:.60}'}")
+    return dict(value)
 
 
 def _prompt(value: Any, input_key: str, arrow: bool) -> str | tuple[Message, ...]:

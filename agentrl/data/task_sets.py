@@ -113,12 +113,16 @@ class TaskSets:
         self.counts.append(line)
         return used
 
-    def _file(self, spec: str, input_key: str = "", label_key: str = "") -> list[Task]:
+    def _file(
+        self, spec: str, input_key: str = "", label_key: str = "", metadata_key: str = "", tool_key: str = ""
+    ) -> list[Task]:
         data = self.config.data
         return load_tasks(
             spec,
             input_key=input_key or data.input_key or self.env_class.input_key,
             label_key=label_key or data.label_key or self.env_class.label_key,
+            metadata_key=metadata_key or data.metadata_key,
+            tool_key=tool_key or data.tool_key,
             label_required=bool(label_key or data.label_key),
             check=self._check_task,
         )
@@ -153,7 +157,7 @@ def split_keys(named: str) -> tuple[str, dict[str, str]]:
     keys: dict[str, str] = {}
     for pair in rest.split(",") if colon else ():
         key, _, value = pair.partition("=")
-        if key not in ("input_key", "label_key") or not value or key in keys:
+        if key not in ("input_key", "label_key", "metadata_key", "tool_key") or not value or key in keys:
             raise DataError(
                 f"--eval-prompt-data: expected NAME or NAME:input_key=COLUMN,label_key=COLUMN, found {named!r}"
             )

@@ -50,6 +50,10 @@ class RunnerSettings:
     policy_version: int
     temperature: float
     seed: int
+    top_p: float = 1.0
+    top_k: int = -1
+    max_response_tokens: int | None = None
+    """None: as in training"""
     keep: SaveOutput | None = None
     """called with the full tool outputs that were truncated for the policy"""
 
@@ -86,7 +90,9 @@ class Components:
         self._pools: ThreadPools | None = None
         self._check_conversation()
         self.tasks = TaskSets(config, self.env_class, self.renderer)
-        self.scorer = Scorer(resolve_rewards(config.env.reward or self.env_class.rewards))
+        self.scorer = Scorer(
+            resolve_rewards(config.env.reward or self.env_class.rewards), reward_key=config.env.reward_key
+        )
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
         self.trains = trains
@@ -172,18 +178,36 @@ class Components:
     def runner_settings(self, split: str, *, policy_version: int = 0, keep: SaveOutput | None = None) -> RunnerSettings:
         """The settings of a split: 'train' or 'eval/NAME'."""
         kind, _, name = split.partition("/")
-        seed, temperature = self.config.run.seed, self.config.rollout.rollout_temperature
-        if kind == "eval":
-            seed, temperature = derive_seed(seed, "eval", name), self.config.eval.eval_temperature
-        return RunnerSettings(policy_version=policy_version, temperature=temperature, seed=seed, keep=keep)
+        seed, r, e = self.config.run.seed, self.config.rollout, self.config.eval
+        top_p, top_k = r.rollout_top_p, r.rollout_top_k
+        settings = RunnerSettings(
+            policy_version=policy_version,
+            keep=keep,
+            temperature=r.rollout_temperature,
+            seed=seed,
+            top_p=top_p,
+            top_k=top_k,
+        )
+        if kind != "eval":
+            return settings
+        return replace(
+            settings,
+            temperature=e.eval_temperature,
+            seed=derive_seed(seed, "eval", name),
+            top_p=top_p if e.eval_top_p is None else e.eval_top_p,
+            top_k=top_k if e.eval_top_k is None else e.eval_top_k,
+            max_response_tokens=e.eval_max_response_len,
+        )
 
     def runner(self, generator: Generator, settings: RunnerSettings, *, processes: int = 1) -> EpisodeRunner:
         """A runner of the environment. `processes`: the number of runner processes, which share the limits of tools."""
         if self._pools is None:
             self._pools = ThreadPools(self.env_class, settings.keep, processes)
-        r = self.config.rollout
+        limits = self.limits()
+        if settings.max_response_tokens is not None:
+            limits = replace(limits, max_response_tokens=settings.max_response_tokens)
         sampling = SamplingParams(
-            max_new_tokens=1, temperature=settings.temperature, top_p=r.rollout_top_p, top_k=r.rollout_top_k
+            max_new_tokens=1, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
         )
         return EpisodeRunner(
             make_env=self.make_env,
@@ -191,7 +215,7 @@ class Components:
             engine=generator,
             renderer=self.renderer,
             scorer=self.scorer,
-            limits=self.limits(),
+            limits=limits,
             sampling=sampling,
             seed=settings.seed,
             context_policy=self.context_policy,
@@ -264,6 +288,7 @@ class Components:
             world_size=c.train.actor_num_gpus_per_node,
             seed=c.run.seed,
             micro_batch_tokens=c.train.max_tokens_per_gpu,
+            micro_batch_rows=c.train.micro_batch_size,
             dtype=c.model.dtype,
             reference=reference,
             run_dir=run_dir,

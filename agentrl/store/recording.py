@@ -37,13 +37,13 @@ class _Progress:
 class Recording:
     """The records in a run folder, a folder of episodes or one file. `refresh` reads what was written since."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the index of all records.
+    def __init__(self, path: Path | str) -> None:
+        """Read the index of all records at `path`.
 
         Raises:
             StoreError: there are no episodes, a file is damaged, or a newer agentrl wrote it.
         """
-        self.path = path
+        self.path = path = Path(path)
         self.folder = episodes_folder(path)
         self.images = images_folder(path)
         """folder of the images that episodes refer to"""

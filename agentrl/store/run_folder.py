@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import Config, RunSettings
+from agentrl.config.settings import field_infos
 from agentrl.core.atomic_write import new_file, new_folder, sync
 from agentrl.core.child_process import process_exists
 from agentrl.core.name_syntax import split_object
@@ -74,7 +75,10 @@ class RunFolder:
             raise ConfigError(
                 f"the run folder {path} cannot be created: {e.strerror}; choose another with --run"
             ) from e
-        return cls(path, config, {})
+        run = cls(path, config, {})
+        if config.run.save_debug_rollout_data:
+            _link(Path(config.run.save_debug_rollout_data), path / "episodes")
+        return run
 
     @classmethod
     def reopen(
@@ -123,6 +127,23 @@ class RunFolder:
         self.episodes.close()
 
 
+def _link(link: Path, target: Path) -> None:
+    """Make `link` lead to a folder; a link that leads elsewhere is replaced.
+
+    Raises:
+        ConfigError: the link cannot be made.
+    """
+    try:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(target.absolute())
+    except OSError as e:
+        raise ConfigError(
+            f"--save-debug-rollout-data {link} cannot be made a link to {target}: {e.strerror}; give a path that does not exist"
+        ) from e
+
+
 def _write_config(path: Path, config: Config, version: str) -> None:
     with new_file(path / "config.toml") as file:
         file.write_text(f"# agentrl {version}\n{config.to_toml()}", encoding="utf-8")
@@ -156,16 +177,32 @@ def _remove_incomplete(path: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
+_ALWAYS_IN_FINGERPRINT = frozenset(
+    """
+    dtype template_args env_args reward max_turns max_invalid_actions max_calls_per_turn keep_whole_outputs surplus_calls
+    history_policy raw_content truncated_episodes apply_chat_template rollout_shuffle num_rollout rollout_batch_size
+    n_samples_per_prompt num_steps_per_rollout rollout_temperature rollout_top_p rollout_top_k allow_truncated_sampling
+    rollout_max_response_len concurrency runner_processes episode_timeout_s max_retries min_group_size max_failure_share engine
+    colocate update_weight_buffer_size rollout_num_gpus_per_engine rollout_external_engine_addrs engine_max_running
+    advantage_estimator eps_clip use_kl_loss kl_loss_coef kl_loss_type entropy_coef calculate_per_token_loss use_tis tis_threshold
+    lr lr_warmup_rollouts lr_decay_style max_tokens_per_gpu eval_interval eval_prompt_data n_samples_per_eval_prompt
+    eval_temperature eval_limit sft_epochs sft_batch_size
+    """.split()
+)
+"""The settings of the first record format. Those added since are part of the fingerprint only where they are not at their defaults."""
+
+
 def settings_fingerprint(config: Config) -> str:
     """Return a hash of the settings that affect results, with absolute file paths. It is stored with every episode.
 
     The run's name, its length and the number of processes do not change it.
     """
-    text = replace(
+    relevant = replace(
         config,
         run=RunSettings(seed=config.run.seed),
         rollout=replace(config.rollout, num_rollout=1, runner_processes=1),
-    ).to_toml()
+    )
+    text = relevant.to_toml(defaults=_ALWAYS_IN_FINGERPRINT | set(field_infos(RunSettings)))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -182,6 +219,7 @@ def next_free(parent: Path, name: str) -> Path:
 
 def recorded_config(recorded: Path) -> Path | None:
     """Return the config.toml of the run that a run folder, a folder of episodes or a file of them belongs to; None: there is none."""
+    recorded = recorded.resolve()
     folders = (recorded, recorded.parent, recorded.parent.parent)
     runs = (folder for folder in folders if (folder / "config.toml").exists() and (folder / "episodes").exists())
     return next((folder / "config.toml" for folder in runs), None)

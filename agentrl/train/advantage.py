@@ -10,7 +10,7 @@ An advantage belongs to an episode; all its segments share it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from agentrl.errors import DataError, UnknownNameError
 from agentrl.types import Group, Status, StopReason, Trajectory
@@ -62,6 +62,28 @@ def group_advantages(groups: Sequence[Group], estimator: str = "grpo", truncated
             if is_trained(trajectory, truncated):
                 advantages[trajectory.episode_id] = value
     return advantages
+
+
+def normalized(advantages: Mapping[str, float], tokens: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """Advantages minus their mean over trained tokens, divided by their standard deviation.
+
+    Â = (A − μ) / √(σ² + 10⁻⁸), with μ and σ² (n − 1) over all trained tokens of a rollout: the masked whitening of slime's and verl's
+    --normalize-advantages.
+
+    Args:
+        advantages: by episode id.
+        tokens: (episode id, number of trained tokens) of each sample.
+
+    Returns:
+        The normalised advantages by episode id; all 0 where they are equal or there is one trained token.
+    """
+    weighted = [(advantages[episode], count) for episode, count in tokens if episode in advantages]
+    total = sum(count for _, count in weighted)
+    if total < 2:
+        return dict.fromkeys(advantages, 0.0)
+    mean = math.fsum(value * count for value, count in weighted) / total
+    variance = math.fsum(count * (value - mean) ** 2 for value, count in weighted) / (total - 1)
+    return {episode: (value - mean) / math.sqrt(variance + 1e-8) for episode, value in advantages.items()}
 
 
 def _score(trajectory: Trajectory) -> float:

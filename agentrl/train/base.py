@@ -114,6 +114,8 @@ class Trainer(Protocol):
     """pipeline-parallel size"""
     micro_batch_tokens: int
     """maximum tokens of a micro-batch, padding included"""
+    micro_batch_rows: int | None
+    """maximum rows of a micro-batch; None: no such bound"""
     multiple: int
     """padded lengths of micro-batches are multiples of this"""
 

@@ -17,20 +17,25 @@ def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return rows
 
 
-def split(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Micro-batches of at most `max_tokens` tokens, padding included, longest rows first. A longer row is a micro-batch by itself."""
+def split(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, max_rows: int | None = None) -> list[list[int]]:
+    """Micro-batches of at most `max_tokens` tokens, padding included, longest rows first. A longer row is a micro-batch by itself.
+
+    `max_rows`: at most so many rows each; None: no such bound.
+    """
     parts: list[list[int]] = []
     width = 0
     for row in sorted(rows, key=lambda i: (-lengths[i], i)):
-        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
+        if not parts or (len(parts[-1]) + 1) * width > max_tokens or len(parts[-1]) == max_rows:
             parts.append([])
             width = max(lengths[row], 1)
         parts[-1].append(row)
     return parts
 
 
-def batch_plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def batch_plan(
+    lengths: Sequence[int], ranks: int, max_tokens: int, max_rows: int | None = None
+) -> list[list[list[int]]]:
     """Row numbers by rank and micro-batch. All ranks have the same number of micro-batches, at least one; some may be empty."""
-    plan = [split(lengths, rows, max_tokens) for rows in balance(lengths, ranks)]
+    plan = [split(lengths, rows, max_tokens, max_rows) for rows in balance(lengths, ranks)]
     count = max(1, *map(len, plan))
     return [parts + [[]] * (count - len(parts)) for parts in plan]

@@ -30,7 +30,9 @@ def step_record(
     return {
         **values,
         "rows": [_row_record(row, own) for row, own in zip(rows, current, strict=True)],
-        "plan": batch_plan([len(r.tokens) for r in rows], trainer.copies, trainer.micro_batch_tokens),
+        "plan": batch_plan(
+            [len(r.tokens) for r in rows], trainer.copies, trainer.micro_batch_tokens, trainer.micro_batch_rows
+        ),
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "multiple": trainer.multiple,
     }

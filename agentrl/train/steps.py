@@ -9,7 +9,7 @@ from functools import partial
 
 from agentrl.config import Config
 from agentrl.config.settings import TrainSettings
-from agentrl.train.advantage import group_advantages
+from agentrl.train.advantage import group_advantages, normalized
 from agentrl.train.base import Floats, LossConfig, Row, Trainer
 from agentrl.train.rows import make_rows, rows_with_gradient, split_steps
 from agentrl.train.sample import to_samples
@@ -21,6 +21,8 @@ def step_rows(groups: Sequence[Group], config: Config) -> list[list[Row]]:
     settings = config.train
     advantages = group_advantages(groups, settings.advantage_estimator, config.env.truncated_episodes)
     samples = [s for group in groups for trajectory in group.trajectories for s in to_samples(trajectory)]
+    if settings.normalize_advantages:
+        advantages = normalized(advantages, [(s.episode_id, s.trained_tokens) for s in samples])
     normalisation = "token" if settings.calculate_per_token_loss else "sequence"
     keep_flat = bool(settings.kl_loss_coef or settings.entropy_coef)
     parts = split_steps(samples, config.rollout.num_steps_per_rollout)

@@ -37,7 +37,21 @@ ERRORS = {
         "'sft-batch-size'?"
     ),
     "train --xyzzy 3": "train: unknown flag --xyzzy; `agentrl train --help-all` lists all flags",
-    "train --rm-type em": "train: --rm-type is not accepted: name a reward, such as --reward em",
+    "train --rm-type math": (
+        "train: --reward math is not accepted: write a function with @reward and give --reward file.py:function; em and f1 "
+        "score short answers"
+    ),
+    "train --debug-train-only": "train: --debug-train-only trains on recorded episodes; give --load-debug-rollout-data RUN",
+    "train --load nowhere --save elsewhere": (
+        "train: a run continues in its own folder, but --load is nowhere and --save (--run) is elsewhere; give both the same "
+        "folder, or start a new run from its weights with --hf-checkpoint RUN/hf"
+    ),
+    "train --load model": (
+        "train: --load model does not hold a run of agentrl; to start from the weights of a model give --hf-checkpoint DIR"
+    ),
+    "train --load stopped --lr 1": (
+        "train: --load continues with the run's own settings; leave out --lr, or start a new run"
+    ),
     "train --num-rollout": "train: --num-rollout takes one value, found none",
     "train --num-rollout many": "train: --num-rollout must be an integer, found 'many'",
     "train --lr -1": "train: --lr must be at least 0, found -1",
@@ -158,8 +172,8 @@ ERRORS = {
     "check": "check: the following arguments are required: --env",
     "check --env search_r1 --episodes 0": "check: --episodes must be at least 1, found 0",
     "help --learning-ratio": "help: unknown flag --learning-ratio; did you mean 'learning-rate' or 'clip-ratio' or 'warmup-ratio'?",
-    "train --ref-load x": (
-        "train: --ref-load is not accepted: the reference model is a frozen copy of --hf-checkpoint, kept with "
+    "train --ref-update-interval 2": (
+        "train: --ref-update-interval is not accepted: the reference model is a frozen copy of --hf-checkpoint, kept with "
         "--use-kl-loss; leave it out"
     ),
     "train --wandb-key x": (

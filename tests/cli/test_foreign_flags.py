@@ -5,12 +5,13 @@ import re
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
-from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice
+from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice, why_without_effect
 from agentrl.cli.flags import flag_names, read_flags
 from agentrl.cli.foreign_flags import own_names
 from agentrl.cli.main import main, make_parser
 from agentrl.config import FIELDS, build_config
 from agentrl.errors import ConfigError
+from agentrl.reward import REWARDS
 from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settable
 
 PARSER, COMMANDS = make_parser()
@@ -72,10 +73,26 @@ def read(*words):
     return read_flags(*PARSER.parse_known_args(["train", *own_names(words)]))
 
 
+PROMISED = """
+actor-num-nodes actor-num-gpus-per-node rollout-num-gpus rollout-num-gpus-per-engine colocate hf-checkpoint load save save-interval
+prompt-data input-key label-key apply-chat-template num-rollout rollout-batch-size n-samples-per-prompt global-batch-size
+num-steps-per-rollout micro-batch-size max-tokens-per-gpu advantage-estimator use-kl-loss kl-loss-coef kl-loss-type entropy-coef
+eps-clip eps-clip-high calculate-per-token-loss normalize-advantages use-tis tis-threshold true-on-policy-mode rollout-temperature
+rollout-max-response-len rollout-max-context-len over-sampling-batch-size partial-rollout async-buffer-size update-weights-interval
+eval-interval eval-prompt-data n-samples-per-eval-prompt eval-temperature custom-generate-function-path custom-rm-path group-rm
+rm-type max-turns use-fault-tolerance recompute-activations sequence-parallel num-data-workers streaming-data lr seed
+debug-rollout-only debug-train-only save-debug-rollout-data load-debug-rollout-data metadata-key tool-key
+""".split()
+"""Flags that users of slime bring along, each of which must have a decision."""
+
+
 def test_no_flag_of_slime_and_trl_is_unknown():
-    for name in {*SLIME, *TRL}:
+    for name in {*SLIME, *TRL, *PROMISED}:
         if our_name(name) in ACCEPTED:
             assert advice(name) is None
+            continue
+        if why_without_effect(name, ["1"]):
+            assert read(f"--{name}", "1") == {"megatron": {}}
             continue
         with pytest.raises(ConfigError) as e:
             read(f"--{name}", "1")
@@ -93,7 +110,7 @@ def test_all_wrong_flags_are_reported_at_once():
             "--unheard-of",
             "3",
             "--kl-loss-type",
-            "low_var_kl",
+            "k9",
             "--tensor-model-parallel-size",
             "z",
         )
@@ -102,6 +119,15 @@ def test_all_wrong_flags_are_reported_at_once():
     flags = [line.split()[0] for line in lines]
     assert {*flags, "unknown"} == {"--lr", "--wandb-key", "unknown", "--kl-loss-type", "--tensor-model-parallel-size"}
     assert "  unknown flag --unheard-of" in str(e.value)
+
+
+def test_flags_without_effect_are_accepted_and_named_once_for_each_reason(caplog):
+    words = ["--balance-data", "--swiglu", "--norm-epsilon", "1e-6", "--actor-num-nodes", "1", "--weight-decay", "0.5"]
+    assert read(*words) == {"megatron": {"weight_decay": 0.5}}
+    assert "--swiglu, --norm-epsilon: without effect, since the model's config.json decides it" in caplog.messages
+    assert len(caplog.messages) == 3
+    with pytest.raises(ConfigError, match="--actor-num-nodes is not accepted: training runs on one machine"):
+        read("--actor-num-nodes", "2")
 
 
 def test_the_command_line_takes_and_refuses_them(here, capsys):
@@ -114,7 +140,9 @@ def test_the_command_line_takes_and_refuses_them(here, capsys):
 @pytest.mark.parametrize("name", TABLES.same)
 def test_a_flag_that_means_one_of_ours_sets_it(name):
     target = TABLES.same[name]
-    assert target in SETTINGS | set(megatron_flags())
+    assert target in ACCEPTED
+    if target not in SETTINGS | set(megatron_flags()):
+        return  # an option of a command
     assert name not in ACCEPTED
     value = {
         "model-name-or-path": "m",
@@ -136,11 +164,19 @@ def test_advice_never_names_a_flag_that_is_itself_refused(text):
         assert command in COMMANDS, command
 
 
+@pytest.mark.parametrize("name", TABLES.without_effect)
+def test_flags_without_effect_are_no_settings(name):
+    assert name.partition("=")[0] not in {*ACCEPTED, *TABLES.same}
+    assert ("=" in name) or name not in TABLES.refused
+
+
 @pytest.mark.parametrize("key", TABLES.values, ids="-".join)
 def test_values_of_other_programs_are_refused_with_the_value_to_give(key):
     name, value = key
     with pytest.raises(ConfigError, match=f"^--.* {value} is not accepted: {TABLES.values[key]}"):
         read(f"--{name}", value)
+    if name == "reward":
+        return  # any name may be registered
     with pytest.raises(ConfigError, match="must be one of"):
         build_config({name: value})
     given = re.findall(r"give (\w+)", TABLES.values[key])
@@ -152,6 +188,7 @@ def test_the_tables_do_not_refuse_what_is_accepted():
     assert not TABLES.refused.keys() & ACCEPTED
     assert not TABLES.refused.keys() & TABLES.same.keys()
     assert [name for name in sorted(ACCEPTED) if advice(name)] == []
+    assert not {value for setting, value in TABLES.values if setting == "reward"} & set(REWARDS.names())
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,11 @@ def test_the_value_of_a_flag_says_its_type():
 
 def test_one_flag(capsys):
     assert printed(capsys, "help", "--kl-loss-type").splitlines() == [
-        "--kl-loss-type {k1,k2,k3}",
+        "--kl-loss-type {k1,k2,k3,low_var_kl}",
         "",
-        "  estimator of the KL divergence, from Schulman 2020",
+        "  estimator of the KL divergence, from Schulman 2020; low_var_kl is k3 bounded to [-10, 10]",
         "",
-        "  type:     one of k1, k2, k3",
+        "  type:     one of k1, k2, k3, low_var_kl",
         "  default:  k3",
         "  TOML:     [train] kl_loss_type",
     ]

@@ -139,7 +139,7 @@ def test_numbers_must_be_finite(name, value):
 def test_every_number_has_a_bound():
     assert [name for name, info in NUMBERS.items() if not info.metadata] == []
     assert describe_bounds(INFOS["max_failure_share"]) == "at least 0 and at most 1"
-    in_validators = {"rollout_temperature", "rollout_top_k"}
+    in_validators = {"rollout_temperature", "rollout_top_k", "eval_top_k"}
     assert {name for name, info in NUMBERS.items() if not describe_bounds(info)} == in_validators
 
 

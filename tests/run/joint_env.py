@@ -10,6 +10,11 @@ def one(trajectory):
     return 1.0
 
 
+@reward
+def parts(trajectory):
+    return {"a": 1.0, "b": 2.0}
+
+
 class Joint(ToolEnv):
     """The score is the number that the policy says last."""
 

@@ -45,7 +45,7 @@ TEMPLATE = (
 class NotingTrainer:
     """Notes everything in the order in which it comes."""
 
-    copies, micro_batch_tokens, multiple = 1, 1 << 14, 1
+    copies, micro_batch_tokens, micro_batch_rows, multiple = 1, 1 << 14, None, 1
 
     def __init__(self, model, **options):
         self.options = {"model": Path(model).name, **options}
@@ -165,7 +165,18 @@ def model(tokenizer_dir, tmp_path_factory):
         (folder / name / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
         config = json.loads((folder / name / "tokenizer_config.json").read_text())
         (folder / name / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    rows = [{"id": f"f{i}", "prompt": f"p{i}", "label": f"l{i}", "q": f"q{i}", "a": f"a{i}"} for i in range(3)]
+    rows = [
+        {
+            "id": f"f{i}",
+            "prompt": f"p{i}",
+            "label": f"l{i}",
+            "q": f"q{i}",
+            "a": f"a{i}",
+            "m": {"k": 1},
+            "t": [{"name": "f"}],
+        }
+        for i in range(3)
+    ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     turns = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes it is"}]
     lines = [{"messages": [*turns, *turns[: 2 * (i % 2)]]} for i in range(6)]
@@ -279,6 +290,10 @@ def sampling(name, *, held_out=False):
     return lambda s: {getattr(r.sampling, name) for r in s.asked(held_out=held_out)}
 
 
+def sampling_first(s):
+    return {r.sampling.max_new_tokens for r in s.asked(held_out=True) if r.turn == 0}
+
+
 def rates(s):
     return [lr for _, _, lr in s.trainer.steps]
 
@@ -342,6 +357,7 @@ CASES = [
     # environment
     Case("env_args", {"bonus": 2.0}, lambda s: {t.score for t in s.episodes}, {4.0, 7.0}),
     Case("reward", ["ENV:one"], lambda s: {t.score for t in s.episodes}, {1.0, 4.0}),
+    Case("reward_key", "b", lambda s: {t.score for t in s.episodes}, {2.0, 5.0}, {"reward": ["ENV:parts"]}),
     Case("action_format", "search_r1", lambda s: s.runners[0].renderer.format.name, "search_r1"),
     Case("max_turns", 1, turns, {1}),
     Case("max_invalid_actions", 1, turns, {1}, script=garbage),
@@ -353,7 +369,10 @@ CASES = [
     Case("raw_content", True, lambda s: s.asked()[0].ids.count(s.engine.renderer.end_id), 2),
     Case("truncated_episodes", "mask", advantages, {1: -0.75, 3: 2.25}, TWO | {"advantage_estimator": "dr_grpo"}, half_cut),
     Case("truncated_episodes", "drop", advantages, {1: -1.5, 3: 1.5}, TWO | {"advantage_estimator": "dr_grpo"}, half_cut),
+    Case("save_debug_rollout_data", "RUN/linked", lambda s: (s.path.parent / "linked").resolve() == s.path / "episodes", True),
     # data
+    Case("metadata_key", "m", lambda s: s.played[0].task.metadata, {"k": 1}, FILE),
+    Case("tool_key", "t", lambda s: [t["function"]["name"] for t in s.played[0].task.metadata.get("tools", ())], ["f"], FILE),
     Case("prompt_data", "MODEL/tasks.jsonl", lambda s: set(tasks(s)) <= {"f0", "f1", "f2"}, True),
     Case("input_key", "q", lambda s: s.played[0].task.prompt[0], "q", FILE),
     Case("label_key", "a", lambda s: s.played[0].task.label[0], "a", FILE),
@@ -407,6 +426,9 @@ CASES = [
     Case("lr_decay_style", "linear", rates, [1.0, 0.55], {"lr": 1.0}),
     Case("lr_decay_style", "cosine", rates, [1.0, 0.775, 0.325], {"lr": 1.0, "num_rollout": 3}),
     Case("lr_decay_style", "linear", rates, [1.0, 0.5], {"lr": 1.0, "sft_epochs": 2}, job="sft"),
+    Case("normalize_advantages", True, lambda s: round(sum(advantages(s).values()), 3), -0.502),
+    Case("micro_batch_size", 3, trainer("micro_batch_rows"), 3),
+    Case("kl_loss_type", "low_var_kl", loss("kl_loss_type"), "low_var_kl", {"use_kl_loss": True}),
     Case("max_tokens_per_gpu", 512, trainer("micro_batch_tokens"), 512),
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
@@ -415,6 +437,9 @@ CASES = [
     Case("eval_prompt_data", ["held", "MODEL/tasks.jsonl"], evaluated, ["eval/held/0", "eval/held/2"], EVALUATED),
     Case("n_samples_per_eval_prompt", 3, eval_questions, 12, EVALUATED),
     Case("eval_temperature", 0.5, sampling("temperature", held_out=True), {0.5}, EVALUATED),
+    Case("eval_top_p", 0.5, sampling("top_p", held_out=True), {0.5}, EVALUATED),
+    Case("eval_top_k", 3, sampling("top_k", held_out=True), {3}, EVALUATED),
+    Case("eval_max_response_len", 77, sampling_first, {77}, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
     # sft

@@ -23,7 +23,8 @@ from agentrl.render import Tokenizer
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
 from agentrl.run.training import TrainingRun
-from agentrl.store import EpisodeWriter, read_episodes
+from agentrl.store import EpisodeWriter, Recording, read_episodes
+from agentrl.store.run_folder import recorded_config
 from agentrl.types import Status
 
 EXAMPLE = Path(__file__).parents[2] / "examples/search_r1/your_data.toml"
@@ -153,6 +154,30 @@ def test_a_run_that_dies_before_its_first_checkpoint_is_begun_again_by_resume(mo
         writer.write(trajectory(), split="train")
         writer.close()
     assert "run has no checkpoint yet and starts from the beginning; recorded episodes dropped: 1" in said.out
+
+
+def test_load_starts_a_run_in_a_folder_that_does_not_exist_and_then_continues_it(model, says, capsys, monkeypatch):
+    def dies(*_, **__):
+        raise WorkerError("the trainer died")
+
+    monkeypatch.setattr("agentrl.run.components.Components.require_trainable", lambda self: None)
+    monkeypatch.setattr("agentrl.run.components.Components.trainer", dies)
+    says(["<answer>Paris</answer>"])
+    words = ["train", "--env", "search_r1", "--model", model, "--lr", "0.5", "--load", "kept", "--save", "kept"]
+    for continued in (False, True):
+        assert main(words) == 1
+        assert ("kept has no checkpoint yet and starts from the beginning" in capsys.readouterr().out) is continued
+    assert main([*words, "--lr", "0.25"]) == 2
+    assert "leave out --lr" in capsys.readouterr().err
+
+
+def test_debug_rollout_only_plays_and_trains_nothing(model, says, capsys):
+    says(["<answer>Paris</answer>"])
+    words = ["--env", "search_r1", "--model", model, "--run", "run", "--num-rollout", "1", "--rollout-batch-size", "2"]
+    linked = ["--debug-rollout-only", "--save-debug-rollout-data", "linked"]
+    assert main(["train", *words, "--n-samples-per-prompt", "2", *linked]) == 0
+    assert len(Recording("linked").episodes) == 4
+    assert recorded_config(Path("linked")) == Path("run/config.toml").absolute()
 
 
 @pytest.fixture

@@ -3,13 +3,14 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from doubles import PROMPT, SAMPLED, group_of, span, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError, UnknownNameError
-from agentrl.train.advantage import ESTIMATORS, group_advantages
+from agentrl.train.advantage import ESTIMATORS, group_advantages, normalized
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import to_samples
 from agentrl.types import Group, StopReason, Task
@@ -110,6 +111,16 @@ T, M, X = StopReason.TERMINATED, StopReason.MAX_TURNS, StopReason.EPISODE_TIMEOU
 def test_who_is_in_the_baseline_and_who_is_trained(truncated, reasons, expected):
     found = values(group_of(1, 0, 0, reasons=reasons), "dr_grpo", truncated)
     assert found == [e if e is None else pytest.approx(e) for e in expected]
+
+
+def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_trained_tokens():
+    given, tokens = {"a": 1.0, "b": -2.0, "c": 0.0}, [("a", 3), ("b", 1), ("b", 4), ("c", 2), ("masked", 9)]
+    out = normalized(given, tokens)
+    per_token = np.concatenate([[out[episode]] * count for episode, count in tokens if episode in given])
+    assert per_token.mean() == pytest.approx(0)
+    assert per_token.std(ddof=1) == pytest.approx(1)
+    assert out["a"] > out["c"] > out["b"]
+    assert normalized({"a": 2.0, "b": 2.0}, [("a", 5), ("b", 5)]) == {"a": 0.0, "b": 0.0}
 
 
 def test_an_unknown_estimator_is_refused_in_one_sentence():

@@ -56,7 +56,7 @@ def test_kl_by_hand(kind, value):
 
 
 def test_unknown_kl_is_refused():
-    with pytest.raises(ValueError, match="k1, k2 or k3"):
+    with pytest.raises(ValueError, match="k1, k2, k3 or low_var_kl"):
         kl_estimate(tensor(0), tensor(0), "k4")
 
 
@@ -166,6 +166,17 @@ def test_a_batch_plan_holds_every_row_once_within_the_limit_in_equal_numbers_of_
     loads = [sum(lengths[i] for part in share for i in part) for share in parts]
     assert max(loads) - min(loads) <= max(lengths)
     assert parts == batch_plan(lengths, 3, 512)
+
+
+def test_a_batch_plan_has_at_most_so_many_rows_in_a_micro_batch():
+    plan = batch_plan([4] * 7, 2, 100, 2)
+    assert [[len(part) for part in parts] for parts in plan] == [[2, 2], [2, 1]]
+
+
+def test_the_bounded_kl_is_k3_up_to_its_bound():
+    far, near = torch.tensor(-30.0), torch.tensor(-0.5)
+    assert kl_estimate(far, torch.tensor(0.0), "low_var_kl") == 10
+    assert kl_estimate(near, torch.tensor(0.0), "low_var_kl") == kl_estimate(near, torch.tensor(0.0), "k3")
 
 
 def test_a_row_longer_than_the_limit_stands_alone_and_a_share_may_be_empty():

@@ -13,7 +13,7 @@ from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows, step_record
 from agentrl.view.episode_detail import episode_detail, trained_rows
 
-TRAINER = SimpleNamespace(copies=1, micro_batch_tokens=64, multiple=1)
+TRAINER = SimpleNamespace(copies=1, micro_batch_tokens=64, micro_batch_rows=None, multiple=1)
 
 
 def episodes():
@@ -36,7 +36,7 @@ def test_rows_from_the_record_are_the_rows_that_were_trained_on(tmp_path):
     writer = EpisodeWriter(tmp_path)
     for t in episodes():
         writer.write(t, step=0)
-    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8, multiple=1)
+    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8, micro_batch_rows=None, multiple=1)
     writer.write_step(**step_record(rows, trainer, step=0, optimizer_step=1))
     writer.close()
 
@@ -91,7 +91,7 @@ def test_the_page_shows_the_rows_as_wide_as_the_trainer_pads_them(multiple):
     long = [span(PROMPT, range(20), -1), span(SAMPLED, range(13))]
     made = [s for t in [*episodes(), trajectory([long], index=2)] for s in to_samples(t)]
     rows = make_rows(made, {"0-0": 1.0, "1-0": -1.0, "2-0": 0.5})
-    trainer = SimpleNamespace(copies=1, micro_batch_tokens=64, multiple=multiple)
+    trainer = SimpleNamespace(copies=1, micro_batch_tokens=64, micro_batch_rows=None, multiple=multiple)
     record = step_record(rows, trainer)
     widths = {}
     for n, part in enumerate(record["plan"][0]):

@@ -8,6 +8,7 @@ With r = exp(log π − log π_old), A the advantage, x = log π_ref − log π:
     TIS         surrogate × min(exp(log π_old − log π_rollout), C), detached
                                                                 Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy training)
     KL          k1 = −x;  k2 = x²/2;  k3 = eˣ − x − 1           Schulman 2020 (Approximating KL divergence); k3 in GRPO: Shao et al. 2024, eq. 4
+                low_var_kl = k3 clipped to [−10, 10]      as slime and verl bound it
     entropy     H = −Σ_v π_v log π_v, of the tempered distribution, subtracted with `entropy_coef`
     sft         −log π
 """
@@ -58,7 +59,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         return x.square() / 2
     if kind == "k3":
         return x.exp() - x - 1
-    raise ValueError(f"kl_loss_type must be k1, k2 or k3; found {kind!r}")
+    if kind == "low_var_kl":
+        return (x.exp() - x - 1).clamp(-10, 10)
+    raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl; found {kind!r}")
 
 
 def token_loss(log_probs: Tensor, entropy: Tensor, data: TokenData, loss: LossConfig) -> tuple[Tensor, Tensor, Tensor]:

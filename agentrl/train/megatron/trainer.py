@@ -39,6 +39,7 @@ class MegatronTrainer:
         world_size: int | None = None,
         seed: int = 0,
         micro_batch_tokens: int | None = None,
+        micro_batch_rows: int | None = None,
         dtype: str = "float32",
         reference: bool = False,
         run_dir: Path,
@@ -53,6 +54,7 @@ class MegatronTrainer:
             world_size: number of ranks, a multiple of tensor × pipeline parallel size; None: one data-parallel copy.
             seed: seed of every rank's random generators.
             micro_batch_tokens: maximum tokens of a micro-batch, padding included; a longer row is a micro-batch by itself. None: 4096.
+            micro_batch_rows: maximum rows of a micro-batch; None: no such bound.
             dtype: float32, or bfloat16 (with fp32 master weights and gradients).
             reference: keep a frozen copy of `model` for reference log-probs.
             run_dir: logs are written to run_dir/trainer.
@@ -69,6 +71,7 @@ class MegatronTrainer:
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
         self.micro_batch_tokens = micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+        self.micro_batch_rows = micro_batch_rows
         threads = threads or max(1, (os.cpu_count() or 1) // ranks)
         self.pool = RankPool(ranks, run_dir / "trainer", threads)
         port = free_port()
@@ -178,7 +181,7 @@ class MegatronTrainer:
     def _plan(self, command: str, rows: Sequence[Row]) -> list[list[list[int]]]:
         if not rows:
             raise InvariantError(f"{command}: the batch is empty")
-        return batch_plan([len(r.tokens) for r in rows], self.copies, self.micro_batch_tokens)
+        return batch_plan([len(r.tokens) for r in rows], self.copies, self.micro_batch_tokens, self.micro_batch_rows)
 
     def _request_shares(
         self, command: str, rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], **arguments: Any
