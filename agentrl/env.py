@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 from agentrl.core.real_number import MAX_MAGNITUDE, real_number
 from agentrl.core.registry import Registry
 from agentrl.errors import ConfigError, ContractError, shown, suggest
-from agentrl.tool import Tool, ToolSpec, check_limit, declared_tools, spec_of, tools_of
+from agentrl.tool import (
+    Isolation,
+    Tool,
+    ToolSpec,
+    check_isolation,
+    check_limit,
+    declared_tools,
+    spec_of,
+    tools_of,
+)
 from agentrl.types import Action, Message, Observation, StepResult, Task
 
 
@@ -80,16 +89,20 @@ class Env:
     """column of data files that holds the label; `--label-key` overrides it"""
     timeout_s: ClassVar[float] = 120.0
     """time limit of the constructor and of each call of reset, step, state and close, in seconds"""
+    isolation: ClassVar[Isolation] = "thread"
+    """'process': each instance runs in a process of its own, with its tools. A hang, a crash or a leak ends that process only, and the episode is
+    started again; the process and everything it started are killed after `close`. `--env-isolation` overrides it"""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check the class attributes that are limits.
 
         Raises:
-            ContractError: `threads`, `max_concurrency` or `timeout_s` cannot be used.
+            ContractError: `threads`, `max_concurrency`, `timeout_s` or `isolation` cannot be used.
         """
         super().__init_subclass__(**kwargs)
         check_limit(f"environment {cls.__name__}", "timeout_s", cls.timeout_s)
         check_limit(f"environment {cls.__name__}", "threads", cls.threads, least=1)
+        check_isolation(f"environment {cls.__name__}", cls.isolation)
         if cls.max_concurrency is not None:
             check_limit(f"environment {cls.__name__}", "max_concurrency", cls.max_concurrency, least=1)
 
@@ -305,9 +318,9 @@ def tool_messages(action: Action) -> list[Message]:
     return messages
 
 
-def takes_group_seed(env: Any) -> bool:
+def takes_group_seed(env_class: type[Env]) -> bool:
     """True if an environment's `reset` has a parameter `group_seed`."""
-    return "group_seed" in _parameters(type(env).reset)
+    return "group_seed" in _parameters(env_class.reset)
 
 
 @lru_cache(maxsize=4096)

@@ -150,7 +150,7 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
         if isinstance(error, TimeoutError):
             raise self.failure(f"{self.where} timed out", f"{self.where}: timeout") from error
         name = type(error).__name__
-        file, line = place(error, _is_users)
+        file, line = place_of(error)
         raise self.failure(f"{self.where} raised {describe(error)} ({file}:{line})", f"{self.where}: {name}") from error
 
 
@@ -168,6 +168,12 @@ def shown(value: object, max_chars: int = 60) -> str:
         return f"{value!r:.{max_chars}}"
     except Exception:  # noqa: BLE001  user code: its __repr__
         return f"a {type(value).__name__} whose repr raises"
+
+
+def place_of(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the user's code in which an error was raised; those that it carries if it comes from another process."""
+    raised_at: tuple[str, int] | None = getattr(error, "raised_at", None)
+    return raised_at or place(error, _is_users)
 
 
 def place(error: BaseException, mine: Callable[[str], bool]) -> tuple[str, int]:

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -22,6 +22,8 @@ from agentrl.errors import ContractError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__agentrl_tool__"
+Isolation = Literal["thread", "process"]
+"""where user code runs: in a thread (async code: on the event loop) of the run's process, or in a process of its own"""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -47,6 +49,9 @@ class ToolLimits:
     """sync calls that may hang past their time limit; once this many hang, further calls wait until one returns"""
     parallel: bool = False
     """True: calls of one turn may run at the same time; False: they run one after the other, in the order in which the policy wrote them"""
+    isolation: Isolation = "thread"
+    """'process': calls run in processes of their own, which end with a call that exceeds its time limit or crashes. A crash is an error that the
+    policy reads, as an exception is. Functions, and methods of `Tool`; for a method of an environment set `Env.isolation`"""
 
     def __post_init__(self) -> None:
         check_limit("a tool's limits", "timeout_s", self.timeout_s)
@@ -54,6 +59,17 @@ class ToolLimits:
             check_limit("a tool's limits", name, getattr(self, name), least=least)
         if not isinstance(self.parallel, bool):
             raise ContractError(f"a tool's limits: parallel must be True or False, found {self.parallel!r:.60}")
+        check_isolation("a tool's limits", self.isolation)
+
+
+def check_isolation(where: str, value: Any) -> None:
+    """Check the choice of where user code runs.
+
+    Raises:
+        ContractError: it is neither 'thread' nor 'process'.
+    """
+    if value not in ("thread", "process"):
+        raise ContractError(f"{where}: isolation must be 'thread' or 'process', found {value!r:.60}")
 
 
 def check_limit(where: str, name: str, value: Any, *, least: int | None = None) -> None:
@@ -67,6 +83,10 @@ def check_limit(where: str, name: str, value: Any, *, least: int | None = None) 
             raise ContractError(f"{where}: {name} must be an integer of at least {least}, found {value!r:.60}")
     elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ContractError(f"{where}: {name} must be a positive number of seconds, found {value!r:.60}")
+
+
+class BadArgumentsError(ValueError):
+    """Arguments of a call are missing, unknown or of the wrong type. The policy reads the message."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ class ToolSpec:
         """The validated and converted arguments of a call.
 
         Raises:
-            ValueError: arguments are missing, unknown or of the wrong type; the message is written for the policy.
+            BadArgumentsError: arguments are missing, unknown or of the wrong type; the message is written for the policy.
         """
         if self.model is None:
             return self._named_arguments(given)
@@ -121,7 +141,7 @@ class ToolSpec:
             parsed = self.model.model_validate(dict(given))
         except ValidationError as e:
             problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'arguments'}: {p['msg']}" for p in e.errors()[:3])
-            raise ValueError(f"bad arguments for {self.name}: {problems}") from e
+            raise BadArgumentsError(f"bad arguments for {self.name}: {problems}") from e
         return {f.alias or name: getattr(parsed, name) for name, f in self.model.model_fields.items()}
 
     def _named_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +150,7 @@ class ToolSpec:
         if self.parameters.get("additionalProperties") is False:
             problems += [f"{name}: Extra inputs are not permitted" for name in given if name not in known]
         if problems:
-            raise ValueError(f"bad arguments for {self.name}: {'; '.join(problems[:3])}")
+            raise BadArgumentsError(f"bad arguments for {self.name}: {'; '.join(problems[:3])}")
         return dict(given)
 
 
@@ -163,6 +183,9 @@ class Tool:
     limits: ClassVar[ToolLimits] = ToolLimits()
     parallel: ClassVar[bool] = False
     """True: calls of one turn may run at the same time; see `ToolLimits.parallel`"""
+    isolation: ClassVar[Isolation] = "thread"
+    """'process': each object is pickled into a process of its own before `setup`; see `ToolLimits.isolation`. After a call that crashed or exceeded
+    its time limit, the next one gets another process, in which `setup` runs again"""
 
     async def setup(self, seed: int) -> None:
         """Prepare the tool. Called once per episode, before the first call.
@@ -276,7 +299,9 @@ def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
     if isinstance(obj, Tool):
         if not callable(getattr(obj, "call", None)):
             raise ContractError(f"tool {type(obj).__name__} has no method `call`; define call(self, ...)")
-        return _spec(obj.call, _name_of(obj), replace(obj.limits, parallel=obj.parallel or obj.limits.parallel))
+        isolation: Isolation = "process" if "process" in (obj.isolation, obj.limits.isolation) else obj.isolation
+        limits = replace(obj.limits, parallel=obj.parallel or obj.limits.parallel, isolation=isolation)
+        return _spec(obj.call, _name_of(obj), limits)
     return _spec(obj, _name_of(obj), getattr(obj, _MARK, (None, ToolLimits()))[1])
 
 

@@ -31,6 +31,7 @@ def instrument(env: type[Env], findings: Findings) -> type[Env]:
     body: dict[str, Any] = {
         "name": env.label(),
         "timeout_s": min(env.timeout_s, TIMEOUT_S),
+        "isolation": "thread",  # in this process, where the findings are
         "__module__": env.__module__,
         "__doc__": env.__doc__,
     }

@@ -94,6 +94,11 @@ class EnvSettings:
     --prompt-data, `ToolEnv` plays them, and --reward scores the answers."""
     env_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
     """constructor argument of --env; repeatable (default: none)"""
+    env_isolation: Literal["thread", "process"] | None = None
+    """run each environment, with its tools, in a thread of the run or in a process of its own (default: the environment's choice)
+
+    In a process of its own a hang, a crash or a leak of the environment ends that process only, and its episode is started again. The
+    environment must be defined at the top level of a module or file, and its arguments must be picklable."""
     reward: Annotated[tuple[str, ...], "NAME"] = ()
     """rewards, each NAME or NAME=WEIGHT (default: the environment's)
 

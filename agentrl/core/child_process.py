@@ -5,17 +5,19 @@ A Python process of agentrl calls `exit_with_parent`. Any other program is start
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 POLL_S = 0.5
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EXEC = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -67,6 +69,44 @@ def session_members(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             members.append(int(entry.name))
     return members
+
+
+def how_it_ended(code: int | None) -> str:
+    """Describe the end of a process by its exit code; None: it closed its connection."""
+    if code is None:
+        return "closed its connection"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children of a process, zombies included."""
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # that thread has ended
+            children += map(int, file.read_text().split())
+    return children
+
+
+def kill_children(pid: int, keep: Collection[int] = ()) -> None:
+    """Kill the children of this process or of another one, except `keep`; the children of zombies are gone already."""
+    for child in children_of(pid):
+        if child not in keep:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of its descendants whose parents end, so that none of them escapes its supervision."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def signal_session(session: int, number: int) -> None:

@@ -5,6 +5,7 @@ With the same seed, observation, weights and code a fork equals the original, wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,34 +137,32 @@ async def fork(
 
 def _edited(make_env: Callable[[], Env], turn: int, text: str) -> Callable[[], Env]:
     """An environment factory whose environments return `text` just before turn `turn` (0: as the first observation)."""
+    return functools.partial(_make_edited, make_env, turn, text)
 
-    def make() -> Env:
-        env = make_env()
-        name = "step" if turn else "reset"
-        original = getattr(env, name)
-        calls = 0
 
-        def edit(result: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls != max(1, turn):
-                return result
-            if isinstance(result, StepResult):
-                return replace(
-                    result, observation=_reworded(result.observation, text), terminated=False, truncated=False
-                )
-            return _reworded(result, text)
+def _make_edited(make_env: Callable[[], Env], turn: int, text: str) -> Env:
+    env = make_env()
+    name = "step" if turn else "reset"
+    original = getattr(env, name)
+    calls = 0
 
-        async def edited_async(*args: Any, **kwargs: Any) -> Any:
-            return edit(await original(*args, **kwargs))
+    def edit(result: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != max(1, turn):
+            return result
+        if isinstance(result, StepResult):
+            return replace(result, observation=_reworded(result.observation, text), terminated=False, truncated=False)
+        return _reworded(result, text)
 
-        def edited_sync(*args: Any, **kwargs: Any) -> Any:
-            return edit(original(*args, **kwargs))
+    async def edited_async(*args: Any, **kwargs: Any) -> Any:
+        return edit(await original(*args, **kwargs))
 
-        setattr(env, name, edited_async if inspect.iscoroutinefunction(original) else edited_sync)
-        return env
+    def edited_sync(*args: Any, **kwargs: Any) -> Any:
+        return edit(original(*args, **kwargs))
 
-    return make
+    setattr(env, name, edited_async if inspect.iscoroutinefunction(original) else edited_sync)
+    return env
 
 
 def _reworded(observation: Any, text: str) -> list[dict[str, Any]]:

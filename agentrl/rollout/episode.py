@@ -221,7 +221,7 @@ class Episode:
         await self.instance.create(self.seed, self.spec.task)
         self.spec = await load_task_images(self.spec)
         seeds = {"seed": derive_seed(self.seed, "env")}
-        if takes_group_seed(self.instance.env):
+        if takes_group_seed(runner.env_class):
             seeds["group_seed"] = derive_seed(runner.seed, "group", self.spec.group_index, "env")
         returned = await self.instance.call("reset", self.spec.task.copy(), **seeds)
         first = await load_images(Observation.of(returned).messages)

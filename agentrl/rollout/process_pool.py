@@ -15,7 +15,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -24,10 +23,12 @@ from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from typing import Any
 
+from agentrl.core.child_process import how_it_ended
+from agentrl.core.message_channel import Channel, MessageKind
 from agentrl.errors import DataError, WorkerError
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import load_task_images
-from agentrl.rollout.process_worker import HEARTBEAT_S, Channel, MessageKind, RunnerFactory, serve
+from agentrl.rollout.process_worker import HEARTBEAT_S, RunnerFactory, serve
 from agentrl.types import EpisodeSpec, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ class _Process:
         finally:
             watch.cancel()
         code = await self._end()
-        await self._replace(how or _how_it_ended(code))
+        await self._replace(how or how_it_ended(code))
 
     async def _watch(self) -> str:
         """Kill the process when its heartbeats stop, and return what to report."""
@@ -288,9 +289,3 @@ class _Process:
 def _shut(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "closed its connection"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import copyreg
-import io
 import pickle
 import signal
 import socket
-import struct
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import fields, replace
-from enum import IntEnum
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
-from typing import Any, Self
+from typing import Any
 
 from agentrl.core.child_process import exit_with_parent
+from agentrl.core.message_channel import Channel, MessageKind
 from agentrl.engine.base import Engine
-from agentrl.errors import AgentRLError, ContractError, UsageError, WorkerError
+from agentrl.errors import AgentRLError, UsageError, WorkerError
 from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.pickling import picklable
 from agentrl.rollout.rollout import infrequent_gc
-from agentrl.types import (
-    Action,
-    Observation,
-    ParseError,
-    Segment,
-    Span,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from agentrl.types import Task, Trajectory
 
 HEARTBEAT_S = 5.0
 """Time between two heartbeats."""
 ORPHAN_GRACE_S = 120.0
 """Time for closing episodes after the controller is gone. Then the process ends, even if user code blocks its event loop."""
-_HEADER = struct.Struct("!BQQ")
-"""message kind, request number, payload length"""
 _NO_TASK = Task("", "")
 """replaces the task in a trajectory; the controller has it"""
 
@@ -49,51 +33,6 @@ Notify = Callable[[Any], None]
 RunnerFactory = Callable[[], Callable[[Any, Notify], tuple[EpisodeRunner, Engine]]]
 """Called once in each process. It returns a function that creates the runner of one rollout, and its engine, from the rollout's settings and
 a callback that sends a notice to the controller. The worker starts and closes the engine. Factory and settings must be picklable."""
-
-
-class MessageKind(IntEnum):
-    """The first byte of a message."""
-
-    OPEN = 0
-    """a rollout begins, with these settings; answered when its runner is ready"""
-    RUN = 1
-    """play this episode"""
-    CANCEL = 2
-    """cancel that request; not answered"""
-    CLOSE = 3
-    """the rollout is over: cancel all episodes and close the engine"""
-    RESULT = 4
-    """the answer to a request"""
-    ERROR = 5
-    """the exception that a request raised"""
-    NOTICE = 6
-    """a runner's notice, or None as a heartbeat; not an answer"""
-
-
-class Channel:
-    """Messages over one end of a socket pair."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self.drain = writer.drain
-        self.close = writer.close
-
-    @classmethod
-    async def over(cls, sock: socket.socket) -> Self:
-        return cls(*await asyncio.open_connection(sock=sock, limit=1 << 20))
-
-    def send(self, kind: MessageKind, number: int, payload: bytes) -> None:
-        """Write to the buffer; await `drain` where data could accumulate."""
-        self._writer.write(_HEADER.pack(kind, number, len(payload)) + payload)
-
-    async def receive(self) -> tuple[MessageKind, int, bytes]:
-        """The next message.
-
-        Raises:
-            EOFError, OSError: the other side is gone.
-        """
-        kind, number, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-        return MessageKind(kind), number, await self._reader.readexactly(length)
 
 
 def serve(factory: RunnerFactory, sock: socket.socket, controller: int) -> None:
@@ -151,7 +90,7 @@ class ProcessWorker:
     async def answer(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         """Do the work and send its result or its exception."""
         try:
-            kind, payload = MessageKind.RESULT, _pickled(await work)
+            kind, payload = MessageKind.RESULT, picklable(await work)
         except Exception as e:  # noqa: BLE001  raised in the controller
             kind, payload = MessageKind.ERROR, _pickled_error(e)
         self.channel.send(kind, number, payload)
@@ -180,33 +119,6 @@ class ProcessWorker:
             await engine.close()
         if runner is not None:
             runner.close()
-
-
-def _as_call(cls: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
-    names = [f.name for f in fields(cls)]
-    values = attrgetter(*names)
-    return (lambda obj: (cls, (values(obj),))) if len(names) == 1 else (lambda obj: (cls, values(obj)))
-
-
-_REDUCERS: dict[type, Callable[[Any], Any]] = {
-    cls: _as_call(cls)
-    for cls in (Trajectory, Segment, Span, Turn, Action, Observation, ToolCall, ToolResult, ParseError)
-}
-"""these are pickled as calls of their classes, which takes half as long as the dataclasses' own way"""
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
-    try:
-        pickler.dump(value)
-        return buffer.getvalue()
-    except (pickle.PicklingError, TypeError, AttributeError) as e:
-        raise ContractError(
-            f"with several runner processes an episode's state, info and results must be picklable: {e}; "
-            "return plain values, or give --runner-processes 1"
-        ) from e
 
 
 def _pickled_error(error: BaseException) -> bytes:

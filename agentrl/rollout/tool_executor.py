@@ -1,7 +1,8 @@
 """Execution of tool calls: limits shared over episodes, retries, conversion and truncation of results, classification of failures.
 
 An exception raised by a tool always becomes an observation: otherwise a policy could erase its bad episodes. Only `InfraError` and the
-kinds of error in core/infra_errors.py are failures of infrastructure; they are retried and then fail the episode.
+kinds of error in core/infra_errors.py are failures of infrastructure; they are retried and then fail the episode. The crash of a tool's own
+process counts as an exception, for the same reason; a process that cannot be started is a failure of infrastructure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from agentrl.core.infra_errors import is_infra_error
 from agentrl.core.message_images import is_image, load_parts, parts_of
 from agentrl.core.timeout_pool import DeadlineError, PoolExhaustedError, TimeoutPool
 from agentrl.errors import ContractError, ToolFailure, describe, suggest
-from agentrl.tool import ToolSpec
+from agentrl.tool import BadArgumentsError, ToolSpec
 from agentrl.types import Action, ToolCall, ToolResult
 
 _MAX_THREADS = 32
@@ -117,7 +118,7 @@ class ToolExecutor:
         limiter.counts["calls"] += 1
         try:
             arguments = spec.arguments(call.arguments)
-        except ValueError as e:
+        except BadArgumentsError as e:
             limiter.counts["errors"] += 1
             return _error(call, str(e))
         started = time.perf_counter()
@@ -150,6 +151,9 @@ class ToolExecutor:
             except DeadlineError:
                 limiter.counts["timeouts"] += 1
                 return _error(call, f"{spec.name} did not answer within {spec.limits.timeout_s:g} s")
+            except BadArgumentsError as e:  # a tool in another process, where its arguments are validated
+                limiter.counts["errors"] += 1
+                return _error(call, str(e))
             except Exception as e:  # user code; see the module's docstring
                 if not is_infra_error(e):
                     limiter.counts["errors"] += 1

@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,16 @@ import orjson
 
 from agentrl.config import Config, EngineSettings
 from agentrl.core.seeds import derive_seed
-from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
-from agentrl.env import Env, check_env_args, make_env_class, task_tools
-from agentrl.errors import ConfigError, EnvFailure, TemplateError, boundary
+from agentrl.env import Env, check_env_args, make_env_class
+from agentrl.errors import ConfigError, EnvFailure, TemplateError
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
 from agentrl.reward import Scorer, resolve_rewards
-from agentrl.rollout.env_instance import ThreadPools
+from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.process_pool import ProcessPool
 from agentrl.rollout.process_worker import Notify
@@ -111,16 +110,17 @@ class Components:
         Raises:
             UsageError: the environment refuses an argument, is not ready, or has tools that the policy cannot see.
         """
-        limit_s = self.env_class.timeout_s
-        with closing(TimeoutPool("env")) as pool, suppress(EnvFailure), boundary(EnvFailure, "env constructor"):
-            env = await pool.call(self.make_env, timeout_s=limit_s)
-            try:
-                await pool.call(env.check_ready, timeout_s=limit_s)
-                specs = await pool.call(task_tools, env, None, timeout_s=limit_s)
-                self._check_tools([spec.name for spec in specs])
-            finally:
-                for close in (*(tool.close for tool in env.tool_instances), env.close):
-                    await pool.call(close, timeout_s=limit_s)
+        pools = ThreadPools(self.env_class, isolation=self.config.env.env_isolation)
+        instance = EnvInstance(self.make_env, self.env_class, pools)
+        try:
+            with suppress(EnvFailure):
+                await instance.construct()
+                await instance.call("check_ready")
+                self._check_tools(list(instance.tools))
+        finally:
+            await instance.close(read_state=False)
+            pools.close()
+            pools.end_processes()
 
     def require_trainable(self) -> None:
         """Refuse a model that the trainer cannot train, and settings that fit neither the model nor the machine.
@@ -202,7 +202,7 @@ class Components:
     def runner(self, generator: Generator, settings: RunnerSettings, *, processes: int = 1) -> EpisodeRunner:
         """A runner of the environment. `processes`: the number of runner processes, which share the limits of tools."""
         if self._pools is None:
-            self._pools = ThreadPools(self.env_class, settings.keep, processes)
+            self._pools = ThreadPools(self.env_class, settings.keep, processes, self.config.env.env_isolation)
         limits = self.limits()
         if settings.max_response_tokens is not None:
             limits = replace(limits, max_response_tokens=settings.max_response_tokens)
@@ -296,8 +296,10 @@ class Components:
         )
 
     def close(self) -> None:
-        """Stop the threads of rewards."""
+        """Stop the threads of rewards and the processes of user code."""
         self.scorer.close()
+        if self._pools is not None:
+            self._pools.end_processes()
 
     def _check_conversation(self) -> None:
         """Refuse an environment whose system prompt, tools or tool results the chat template cannot render.

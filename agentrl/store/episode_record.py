@@ -66,19 +66,20 @@ def encode(record: Mapping[str, Any] | list[Any]) -> bytes:
     A value that has no repr either costs itself, never the record (see json_values.py).
     """
     try:
-        return orjson.dumps(record, _json_default, _JSON_OPTIONS)
+        return orjson.dumps(record, json_default, _JSON_OPTIONS)
     except TypeError:  # integers over 64 bits, lone surrogates, deep nesting: a policy can write them all
         return _encode_any(record).encode() + b"\n"
 
 
 def _encode_any(record: Mapping[str, Any] | list[Any]) -> str:
     try:
-        return json.dumps(record, default=_json_default, allow_nan=False)
+        return json.dumps(record, default=json_default, allow_nan=False)
     except Exception:  # noqa: BLE001  NaN, tuples as keys, cycles, and whatever the repr of a user's value raises
-        return json.dumps(plain(record, _json_default), allow_nan=False)
+        return json.dumps(plain(record, json_default), allow_nan=False)
 
 
-def _json_default(value: Any) -> Any:
+def json_default(value: Any) -> Any:
+    """What orjson and json write for a value that they do not know."""
     if isinstance(value, Image):
         return {"sha256": value.sha256}
     if isinstance(value, Mapping):

@@ -1,5 +1,6 @@
 """The environment of test_joints.py: one tool, then a number, which is the reward."""
 
+import os
 from dataclasses import replace
 
 from agentrl import Task, ToolEnv, reward, tool
@@ -36,4 +37,5 @@ class Joint(ToolEnv):
     async def step(self, action):
         result = await super().step(action)
         last = action.text.rpartition(" ")[2]
-        return replace(result, reward=self.bonus + (float(last) if last.isdigit() else 0.0))
+        info = {"pid": os.getpid()}
+        return replace(result, info=info, reward=self.bonus + (float(last) if last.isdigit() else 0.0))

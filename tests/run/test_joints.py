@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -363,6 +364,7 @@ CASES = [
     Case("max_invalid_actions", 1, turns, {1}, script=garbage),
     Case("max_calls_per_turn", 1, lambda s: len(first_action(s).results), 1, script=calls_two),
     Case("keep_whole_outputs", True, lambda s: any("/outputs/" in f for f in s.files), True, script=asks_for_much),
+    Case("env_isolation", "process", lambda s: s.episodes[0].turns[0].info["pid"] == os.getpid(), False),
     Case("surplus_calls", "ignore", lambda s: len(first_action(s).errors), 0, {"max_calls_per_turn": 1}, calls_two),
     Case("history_policy", "rerender", lambda s: s.runners[0].renderer.history_policy, "rerender"),
     Case("context_policy", "drop_old_turns", lambda s: type(s.runners[0].context_policy).__name__, "DropOldTurns"),
