@@ -110,7 +110,7 @@ def span_at(t, turn, provenance):
 class NoteTrainer:
     """Notes what it is fed."""
 
-    copies, micro_batch_tokens, micro_batch_rows, multiple = 1, 1 << 14, None, 1
+    copies, micro_batch_tokens, micro_batch_rows, multiple, tree_packing = 1, 1 << 14, None, 1, True
 
     def __init__(self):
         self.fed = []

@@ -89,7 +89,7 @@ _NOT_TAKEN = {"run", "runner_processes", "sglang"}
 
 _READ_BY_SFT = (
     "rollout_max_context_len threads lr lr_warmup_rollouts lr_decay_style calculate_per_token_loss max_tokens_per_gpu "
-    "actor_num_gpus_per_node"
+    "actor_num_gpus_per_node tree_packing"
 ).split()
 """Settings of the sections below that `agentrl sft` reads."""
 _SECTIONS_OF_EPISODES = ("data", "rollout", "engine", "train", "eval")

@@ -287,13 +287,19 @@ class TrainSettings:
 
     `agentrl sft` decays linearly to a twentieth of --lr, both with linear and with cosine."""
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
-    """maximum tokens of a micro-batch, padding included"""
+    """maximum tokens of a micro-batch on a trainer rank, padding included
+
+    A longer row is a micro-batch by itself. A prefix that rows of a micro-batch share counts once, see --tree-packing."""
+    tree_packing: bool = True
+    """compute a prefix that rows of a micro-batch share once: a group's prompt, the history of an episode's segments
+
+    Loss and gradients are those of independent rows."""
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
     """maximum rows of a micro-batch (default: only --max-tokens-per-gpu bounds it)"""
     actor_num_gpus_per_node: Annotated[int | None, Field(ge=1)] = None
     """trainer ranks, one per GPU (default: one data-parallel copy)
 
-    Without GPUs, the number of processes. One data-parallel copy is tensor parallel size × pipeline parallel size ranks."""
+    Without GPUs, the number of processes. One data-parallel copy is tensor × pipeline × context parallel size ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

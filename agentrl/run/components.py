@@ -134,7 +134,9 @@ class Components:
             raise ConfigError(
                 f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
             )
-        check_trainer(self.folder, self.config.megatron, self.config.train.actor_num_gpus_per_node, len(gpus()))
+        train = self.config.train
+        options = {"tree_packing": train.tree_packing}
+        check_trainer(self.folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
 
     def require_weights(self) -> None:
         """Refuse a model folder without weights for the local engine.
@@ -289,6 +291,7 @@ class Components:
             seed=c.run.seed,
             micro_batch_tokens=c.train.max_tokens_per_gpu,
             micro_batch_rows=c.train.micro_batch_size,
+            tree_packing=c.train.tree_packing,
             dtype=c.model.dtype,
             reference=reference,
             run_dir=run_dir,

@@ -59,6 +59,10 @@ class Row:
         if length and self.weights[0] != 0:
             raise InvariantError("the first token has no context and cannot be trained on")
 
+    def chosen(self, *, trained_only: bool) -> NDArray[np.int64]:
+        """The tokens whose log-probs are computed: those with a weight, or all but the first."""
+        return np.flatnonzero(self.weights) if trained_only else np.arange(1, max(len(self.tokens), 1))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
@@ -113,11 +117,13 @@ class Trainer(Protocol):
     stages: int
     """pipeline-parallel size"""
     micro_batch_tokens: int
-    """maximum tokens of a micro-batch, padding included"""
+    """maximum tokens of a micro-batch, padding included, on all its context-parallel ranks together"""
     micro_batch_rows: int | None
     """maximum rows of a micro-batch; None: no such bound"""
     multiple: int
-    """padded lengths of micro-batches are multiples of this"""
+    """the tokens of a micro-batch are padded to a multiple of this"""
+    tree_packing: bool
+    """a prefix that rows of a micro-batch share is computed once"""
 
     def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
         """Per-token log-probs of the current or the reference model, at each row's temperature. Entry 0 is 0.

@@ -1,41 +1,158 @@
-"""The batch plan: which rows go to which data-parallel rank and micro-batch. Deterministic; no torch."""
+"""The batch plan: which rows go to which data-parallel rank and micro-batch. Deterministic; no torch.
+
+A micro-batch is packed without padding, as a token tree (token_tree.py): a prefix that its rows share is computed once. In lexicographic order,
+rows that share a prefix are neighbours (the rows of a group, the segments of an episode), so micro-batches are consecutive rows in that order,
+cut where the least is shared. A prefix that is shared across a cut is computed in both micro-batches.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from agentrl.train.base import Row, Trainer
+from agentrl.train.token_tree import Tokens, common_prefixes, lexicographic_order
+
+ATTENTION_PAIRS_PER_TOKEN = 8192
+"""Attention pairs (query, key) that cost as much as the linear layers of one token: about 6 × hidden size for models of the Llama kind."""
+MICRO_BATCH_COST = 256
+"""Tokens that may be computed twice to save a micro-batch."""
+Plan = Sequence[Sequence[Sequence[int]]]
+"""Row numbers by data-parallel rank and micro-batch"""
+_SHARES = (1, 5 / 4, 3 / 2, 1 / 2, 5 / 8, 1 / 4, 5 / 16)
+"""Limits of a micro-batch, as parts of a rank's share of all tokens, that the plan tries in order to balance the ranks."""
 
 
-def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Row numbers of each rank, with similar sums of lengths: the longest row first, to the rank with the fewest tokens."""
-    loads = [(0, rank) for rank in range(ranks)]
-    rows: list[list[int]] = [[] for _ in range(ranks)]
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, rank = heapq.heappop(loads)
-        rows[rank].append(row)
-        heapq.heappush(loads, (load + lengths[row], rank))
-    return rows
+class _Part(NamedTuple):
+    rows: list[int]
+    tokens: int
+    cost: float
 
 
-def split(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, max_rows: int | None = None) -> list[list[int]]:
-    """Micro-batches of at most `max_tokens` tokens, padding included, longest rows first. A longer row is a micro-batch by itself.
+def batch_plan(rows: Sequence[Tokens], ranks: int, max_tokens: int, *, tree: bool = True) -> list[list[list[int]]]:
+    """Row numbers by data-parallel rank and micro-batch.
 
-    `max_rows`: at most so many rows each; None: no such bound.
+    All ranks have the same number of micro-batches, at least one; some may be empty.
+
+    Args:
+        rows: token ids of each row. The last token of a row is predicted and is not an input.
+        ranks: data-parallel ranks.
+        max_tokens: maximum unique tokens of a micro-batch. A longer row is a micro-batch by itself.
+        tree: False: rows share nothing.
+
+    Example:
+        >>> import numpy as np
+        >>> batch_plan([np.arange(9), np.arange(9), np.arange(5, 9)], ranks=1, max_tokens=11)
+        [[[0, 1, 2]]]
     """
-    parts: list[list[int]] = []
-    width = 0
-    for row in sorted(rows, key=lambda i: (-lengths[i], i)):
-        if not parts or (len(parts[-1]) + 1) * width > max_tokens or len(parts[-1]) == max_rows:
-            parts.append([])
-            width = max(lengths[row], 1)
-        parts[-1].append(row)
-    return parts
-
-
-def batch_plan(
-    lengths: Sequence[int], ranks: int, max_tokens: int, max_rows: int | None = None
-) -> list[list[list[int]]]:
-    """Row numbers by rank and micro-batch. All ranks have the same number of micro-batches, at least one; some may be empty."""
-    plan = [split(lengths, rows, max_tokens, max_rows) for rows in balance(lengths, ranks)]
+    inputs = [row[:-1] for row in rows]
+    order = lexicographic_order(inputs) if tree else sorted(range(len(rows)), key=lambda i: (-len(inputs[i]), i))
+    ordered = [inputs[i] for i in order]
+    shared = common_prefixes(ordered) if tree else [0] * len(rows)
+    total = sum(map(len, ordered)) - sum(shared)
+    plans = []
+    limits = [max_tokens, *(math.ceil(total / ranks * part) for part in _SHARES if ranks > 1)]
+    for limit in dict.fromkeys(min(limit, max_tokens) for limit in limits):
+        plans.append(_assign(_cut(ordered, shared, limit) if tree else _fill(ordered, limit), ranks))
+    plan = min(plans, key=lambda plan: max(sum(part.cost for part in parts) for parts in plan))
     count = max(1, *map(len, plan))
-    return [parts + [[]] * (count - len(parts)) for parts in plan]
+    return [[[order[i] for i in part.rows] for part in parts] + [[]] * (count - len(parts)) for parts in plan]
+
+
+def trainer_plan(trainer: Trainer, rows: Sequence[Row]) -> list[list[list[int]]]:
+    """The batch plan of a trainer for some rows."""
+    limit = max(1, trainer.micro_batch_tokens // trainer.multiple) * trainer.multiple
+    return batch_plan([r.tokens for r in rows], trainer.copies, limit, tree=trainer.tree_packing)
+
+
+def micro_batch_sizes(trainer: Trainer, rows: Sequence[Row], plan: Plan) -> list[list[int]]:
+    """Tokens of each micro-batch of a plan, with padding."""
+    return [[padded_length(_inputs(trainer, rows, part), trainer.multiple) for part in parts] for parts in plan]
+
+
+def packing(trainer: Trainer, rows: Sequence[Row], plan: Plan) -> dict[str, float]:
+    """Metrics of a plan.
+
+    `row_tokens` are the input tokens of the rows, `tree_tokens` those that are computed, fewer where rows share prefixes, and `padding_tokens`
+    are computed in addition.
+    """
+    computed = sum(_inputs(trainer, rows, part) for parts in plan for part in parts)
+    return {
+        "row_tokens": float(sum(max(len(r.tokens) - 1, 0) for r in rows)),
+        "tree_tokens": float(computed),
+        "padding_tokens": float(sum(map(sum, micro_batch_sizes(trainer, rows, plan))) - computed),
+    }
+
+
+def padded_length(tokens: int, multiple: int) -> int:
+    """Tokens of a micro-batch with padding: at least one, and a multiple."""
+    return -(-max(tokens, 1) // multiple) * multiple
+
+
+def _inputs(trainer: Trainer, rows: Sequence[Row], part: Sequence[int]) -> int:
+    """Tokens of a micro-batch without padding."""
+    inputs = [rows[i].tokens[:-1] for i in part]
+    if trainer.tree_packing:
+        inputs = [inputs[i] for i in lexicographic_order(inputs)]
+    return sum(map(len, inputs)) - (sum(common_prefixes(inputs)) if trainer.tree_packing else 0)
+
+
+def _part(rows: Sequence[Tokens], shared: Sequence[int], numbers: Sequence[int]) -> _Part:
+    """A micro-batch of consecutive rows."""
+    tokens, pairs = 0, 0
+    for i in numbers:
+        above, length = (shared[i] if i != numbers[0] else 0), len(rows[i])
+        tokens += length - above
+        pairs += (length * (length + 1) - above * (above + 1)) // 2
+    return _Part(list(numbers), tokens, tokens + pairs / ATTENTION_PAIRS_PER_TOKEN)
+
+
+def _cut(rows: Sequence[Tokens], shared: Sequence[int], limit: int) -> list[_Part]:
+    """Cut rows in lexicographic order into micro-batches, at the least cost in tokens repeated and in micro-batches.
+
+    costs[j] is the least cost of the first j rows, and first[j - 1] the first row of the last micro-batch of them.
+    """
+    costs, first = [0], []
+    for j in range(1, len(rows) + 1):
+        options, added = [], 0
+        for i in range(j - 1, -1, -1):
+            if len(rows[i]) + added > limit and i < j - 1:
+                break
+            options.append((costs[i] + shared[i] + MICRO_BATCH_COST, i))
+            added += len(rows[i]) - shared[i]
+        cost, i = min(options)
+        costs.append(cost)
+        first.append(i)
+    parts, stop = [], len(rows)
+    while stop:
+        parts.append(_part(rows, shared, range(first[stop - 1], stop)))
+        stop = first[stop - 1]
+    return parts[::-1]
+
+
+def _fill(rows: Sequence[Tokens], limit: int) -> list[_Part]:
+    """Rows that share nothing, longest first: each goes to the first micro-batch with enough room (first-fit decreasing)."""
+    numbers: list[list[int]] = []
+    room: list[int] = []
+    for i, row in enumerate(rows):
+        place = next((n for n, left in enumerate(room) if len(row) <= left), None)
+        if place is None:
+            numbers.append([i])
+            room.append(limit - len(row))
+        else:
+            numbers[place].append(i)
+            room[place] -= len(row)
+    return [_part(rows, [0] * len(rows), n) for n in numbers]
+
+
+def _assign(parts: Sequence[_Part], ranks: int) -> list[list[_Part]]:
+    """Micro-batches of each rank, with similar sums of costs: the most expensive first, to the rank with the least."""
+    loads = [(0.0, rank) for rank in range(ranks)]
+    plan: list[list[_Part]] = [[] for _ in range(ranks)]
+    for part in sorted(parts, key=lambda p: (-p.cost, p.rows)):
+        load, rank = heapq.heappop(loads)
+        plan[rank].append(part)
+        heapq.heappush(loads, (load + part.cost, rank))
+    return plan

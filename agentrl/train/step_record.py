@@ -1,8 +1,8 @@
 """The record of one optimizer step's batch, written beside the episodes, and the rows rebuilt from it.
 
 Tokens, masks and the engine's log-probs are in the records of the episodes. A step record holds the segments in order with their advantages
-and weights, the trainer's log-probs of the trained tokens, and the batch plan with the multiple that lengths are padded to. `old_log_probs`
-and `ref_log_probs` are the loss's inputs; where the loss used its own (one optimizer step per rollout), `log_probs` holds those.
+and weights, the trainer's log-probs of the trained tokens, and the batch plan with the tokens of each micro-batch. `old_log_probs` and
+`ref_log_probs` are the loss's inputs; where the loss used its own (one optimizer step per rollout), `log_probs` holds those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from agentrl.errors import StoreError
 from agentrl.train.base import Floats, Row, Trainer
-from agentrl.train.batch_plan import batch_plan
+from agentrl.train.batch_plan import micro_batch_sizes, trainer_plan
 from agentrl.train.rows import make_row
 from agentrl.train.sample import Sample
 
@@ -27,12 +27,13 @@ def step_record(
 ) -> dict[str, Any]:
     """The fields of a step record. `log_probs`: as `Trainer.step` returned them; `values`: further fields."""
     current = log_probs if log_probs is not None else [None] * len(rows)
+    plan = trainer_plan(trainer, rows)
     return {
         **values,
         "rows": [_row_record(row, own) for row, own in zip(rows, current, strict=True)],
-        "plan": batch_plan(
-            [len(r.tokens) for r in rows], trainer.copies, trainer.micro_batch_tokens, trainer.micro_batch_rows
-        ),
+        "plan": plan,
+        "sizes": micro_batch_sizes(trainer, rows, plan),
+        "tree_packing": trainer.tree_packing,
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "multiple": trainer.multiple,
     }

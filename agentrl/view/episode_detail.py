@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
 MAX_OUTPUT_CHARS = 1 << 20
 """Characters of a complete tool output that the page holds."""
-_STEP_KEYS = ("step", "optimizer_step", "lr", "loss", "metrics", "micro_batch_tokens", "multiple")
+_STEP_KEYS = ("step", "optimizer_step", "lr", "loss", "metrics", "micro_batch_tokens", "multiple", "tree_packing")
 _REPLACEMENT = "\ufffd"
 """Ends a decoded text while the bytes of its last character are incomplete."""
 
@@ -114,7 +114,8 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
 def trained_rows(episode_id: str, step: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Return the rows of an episode in an optimizer step: number in the batch, rank, micro-batch with its members, width and padding.
 
-    The width is that of `train.megatron.micro_batch.collate`: the longest row without its last token, rounded up to a multiple (16 on a GPU).
+    The width is the number of tokens of the micro-batch, in which rows are packed. Records without sizes are of rows that were padded to the
+    longest one, without its last token, rounded up to a multiple.
     """
     if step is None:
         return []
@@ -131,10 +132,14 @@ def trained_rows(episode_id: str, step: Mapping[str, Any] | None) -> list[dict[s
         if row["episode_id"] != episode_id:
             continue
         rank, micro_batch, part = places.get(number, (None, None, [number]))
-        width = -(-max(1, *(lengths[i] - 1 for i in part)) // multiple) * multiple
+        if step.get("sizes") and rank is not None:
+            width, padding = step["sizes"][rank][micro_batch], 0
+        else:
+            width = -(-max(1, *(lengths[i] - 1 for i in part)) // multiple) * multiple
+            padding = width - (lengths[number] - 1)
         members = [{k: rows[i][k] for k in ("episode_id", "segment_index", "tokens")} for i in part]
         place = {"number": number, "of": len(rows), "rank": rank, "micro_batch": micro_batch, "members": members}
-        placed_rows.append({**row, **place, "width": width, "padding": width - (lengths[number] - 1)})
+        placed_rows.append({**row, **place, "width": width, "padding": padding})
     return placed_rows
 
 

@@ -46,7 +46,7 @@ TEMPLATE = (
 class NotingTrainer:
     """Notes everything in the order in which it comes."""
 
-    copies, micro_batch_tokens, micro_batch_rows, multiple = 1, 1 << 14, None, 1
+    copies, micro_batch_tokens, micro_batch_rows, multiple, tree_packing = 1, 1 << 14, None, 1, True
 
     def __init__(self, model, **options):
         self.options = {"model": Path(model).name, **options}
@@ -432,6 +432,7 @@ CASES = [
     Case("micro_batch_size", 3, trainer("micro_batch_rows"), 3),
     Case("kl_loss_type", "low_var_kl", loss("kl_loss_type"), "low_var_kl", {"use_kl_loss": True}),
     Case("max_tokens_per_gpu", 512, trainer("micro_batch_tokens"), 512),
+    Case("tree_packing", False, trainer("tree_packing"), False),
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
     # evaluation

@@ -1,6 +1,7 @@
 """The losses, against numbers worked out by hand; plans and batches."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 from agentrl.errors import InvariantError  # noqa: E402
 from agentrl.train.base import LossConfig, Row  # noqa: E402
-from agentrl.train.batch_plan import balance, batch_plan, split  # noqa: E402
 from agentrl.train.megatron.loss import TokenData, kl_estimate, surrogate, token_loss  # noqa: E402
 from agentrl.train.megatron.micro_batch import collate  # noqa: E402
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics  # noqa: E402
@@ -140,49 +140,52 @@ def test_collate_takes_sampled_tokens_from_the_row_and_else_the_trained_ones():
     assert batch.data.sampled.dtype == torch.bool
 
 
-def test_collate_points_at_the_position_before_each_chosen_token():
-    batch = collate([row(5, [2, 4]), row(3, [1])], trained_only=True, multiple=3)
-    assert batch.inputs.tolist() == [[10, 11, 12, 13, 0, 0], [10, 11, 0, 0, 0, 0]]
-    assert batch.labels.tolist() == [12, 14, 11]
-    assert batch.inputs.T.flatten()[batch.index].tolist() == [11, 13, 10]
-    assert batch.counts == (2, 1)
+def test_collate_points_at_the_token_before_each_chosen_token():
+    batch = collate([row(5, [2, 4]), row(3, [1])], trained_only=True, tree=False, multiple=4)
+    assert batch.inputs.tolist() == [[10, 11, 12, 13, 10, 11, 0, 0]]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
+    labels = batch.labels[batch.prediction]
+    assert labels.tolist() == [12, 14, 11]
+    assert batch.inputs[0, batch.index][batch.prediction].tolist() == [11, 13, 10]
+    assert batch.places.tolist() == [0, 1, 2]
     everything = collate([row(5, [2]), row(1, [])], trained_only=False)
-    assert everything.labels.tolist() == [11, 12, 13, 14]
-    assert everything.counts == (4, 0)
+    assert everything.labels[everything.prediction].tolist() == [11, 12, 13, 14]
+
+
+def test_collate_computes_what_rows_share_once_and_keeps_the_loss_of_each():
+    """Equal context, token and temperature: one prediction for both rows; another temperature: another prediction."""
+    rows = [row(5, [2, 4]), row(3, [1, 2]), replace(row(3, [2]), temperature=np.full(3, 0.5, np.float32))]
+    batch = collate(rows, trained_only=True)
+    assert batch.inputs.tolist() == [[10, 11, 12, 13]]
+    assert len(batch.labels) == 4
+    assert batch.labels[batch.prediction].tolist() == [12, 14, 11, 12, 12]
+    assert batch.temperature[batch.prediction].tolist() == pytest.approx([0.7, 0.7, 0.7, 0.7, 0.5])
+    assert batch.prediction[0] == batch.prediction[3] != batch.prediction[4]
+    assert len(batch.data.weights) == 5
+
+
+def test_context_parallel_ranks_have_the_chosen_tokens_once_in_total():
+    rows = [row(9, [2, 4, 8]), row(6, [1, 5]), row(4, [2])]
+    for tree in (True, False):
+        parts = [collate(rows, trained_only=True, tree=tree, multiple=4, context=(r, 2)) for r in range(2)]
+        assert sorted(np.concatenate([p.places for p in parts]).tolist()) == list(range(6))
+        assert len({p.inputs.shape for p in parts}) == 1
+        whole = collate(rows, trained_only=True, tree=tree, multiple=4)
+        for part in parts:
+            want = whole.labels[whole.prediction][part.places]
+            assert part.labels[part.prediction][: len(part.places)].tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("rows", [[], [row(4, [])]])
 def test_an_empty_batch_is_one_token_of_weight_0(rows):
     batch = collate(rows, trained_only=True)
-    assert (batch.data.weights.tolist(), batch.index.tolist(), sum(batch.counts)) == ([0.0], [0], 0)
-
-
-def test_a_batch_plan_holds_every_row_once_within_the_limit_in_equal_numbers_of_parts():
-    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 300, 101)]
-    parts = batch_plan(lengths, 3, 512)
-    assert sorted(i for share in parts for part in share for i in part) == list(range(101))
-    assert len({len(share) for share in parts}) == 1
-    assert all(len(p) * max((lengths[i] for i in p), default=0) <= 512 for share in parts for p in share)
-    loads = [sum(lengths[i] for part in share for i in part) for share in parts]
-    assert max(loads) - min(loads) <= max(lengths)
-    assert parts == batch_plan(lengths, 3, 512)
-
-
-def test_a_batch_plan_has_at_most_so_many_rows_in_a_micro_batch():
-    plan = batch_plan([4] * 7, 2, 100, 2)
-    assert [[len(part) for part in parts] for parts in plan] == [[2, 2], [2, 1]]
+    assert (batch.data.weights.tolist(), batch.index.tolist(), len(batch.places)) == ([0.0], [0], 0)
 
 
 def test_the_bounded_kl_is_k3_up_to_its_bound():
     far, near = torch.tensor(-30.0), torch.tensor(-0.5)
     assert kl_estimate(far, torch.tensor(0.0), "low_var_kl") == 10
     assert kl_estimate(near, torch.tensor(0.0), "low_var_kl") == kl_estimate(near, torch.tensor(0.0), "k3")
-
-
-def test_a_row_longer_than_the_limit_stands_alone_and_a_share_may_be_empty():
-    assert split([50, 5, 5], [0, 1, 2], 10) == [[0], [1, 2]]
-    assert balance([7], 2) == [[0], []]
-    assert batch_plan([7], 2, 10) == [[[0]], [[]]]
 
 
 def test_the_first_token_cannot_be_trained():

@@ -96,6 +96,7 @@ MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
     [
         ("optimizer", "nonsense"), ("optimizer", "sgd"), ("multi_latent_attention", True), ("moe_router_topk", 4),
         ("moe_grouped_gemm", True), ("mtp_num_layers", 1), ("softmax_scale", 0.1), ("window_size", 128), ("qk_clip", True),
+        ("hidden_dropout", 0.1), ("linear_attention_freq", 4), ("context_parallel_size", 0),
         ("attention_dropout", 0.1), ("muon_momentum", 0.5), ("sgd_momentum", 0.5), ("decoupled_lr", 0.1), ("loss_scale", 2.0),
         ("bf16", True), ("attention_backend", "flash"), ("pipeline_model_parallel_layout", "E|t|L"), ("grad_sync_func", "f"),
     ],
@@ -108,6 +109,8 @@ def test_the_pre_check_refuses_what_cannot_be_trained_or_has_no_effect(name, val
 
 def test_the_pre_check_takes_what_can_be_trained():
     check_trainer(MODEL, {"optimizer": "adam", "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-6}, None, 0)
+    check_trainer(MODEL, {"hidden_dropout": 0.1}, None, 0, tree_packing=False)
+    check_trainer(MODEL, {"context_parallel_size": 2}, 4, 0)
     check_trainer(MODEL, {"attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_softmax_in_fp32": True}, None, 0)
     defaults = {s.field: s.default for s in megatron_flags().values() if s.field.startswith(("moe_", "sgd_", "muon_"))}
     check_trainer(MODEL, {name: value for name, value in defaults.items() if value is not None}, None, 0)

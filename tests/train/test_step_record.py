@@ -13,7 +13,7 @@ from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows, step_record
 from agentrl.view.episode_detail import episode_detail, trained_rows
 
-TRAINER = SimpleNamespace(copies=1, micro_batch_tokens=64, micro_batch_rows=None, multiple=1)
+TRAINER = SimpleNamespace(copies=1, micro_batch_tokens=64, micro_batch_rows=None, multiple=1, tree_packing=True)
 
 
 def episodes():
@@ -36,7 +36,7 @@ def test_rows_from_the_record_are_the_rows_that_were_trained_on(tmp_path):
     writer = EpisodeWriter(tmp_path)
     for t in episodes():
         writer.write(t, step=0)
-    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8, micro_batch_rows=None, multiple=1)
+    trainer = SimpleNamespace(copies=2, micro_batch_tokens=8, micro_batch_rows=None, multiple=1, tree_packing=True)
     writer.write_step(**step_record(rows, trainer, step=0, optimizer_step=1))
     writer.close()
 
@@ -85,19 +85,28 @@ def test_a_sample_that_is_not_the_one_recorded_is_refused():
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_the_page_shows_the_rows_as_wide_as_the_trainer_pads_them(multiple):
-    """On a GPU to a multiple of 16."""
+@pytest.mark.parametrize("tree", [True, False])
+def test_the_page_shows_the_size_of_the_micro_batches_that_the_trainer_computes(multiple, tree):
     batch = pytest.importorskip("agentrl.train.megatron.micro_batch", reason="needs torch")
     long = [span(PROMPT, range(20), -1), span(SAMPLED, range(13))]
     made = [s for t in [*episodes(), trajectory([long], index=2)] for s in to_samples(t)]
     rows = make_rows(made, {"0-0": 1.0, "1-0": -1.0, "2-0": 0.5})
-    trainer = SimpleNamespace(copies=1, micro_batch_tokens=64, micro_batch_rows=None, multiple=multiple)
+    trainer = SimpleNamespace(copies=1, micro_batch_tokens=48, micro_batch_rows=None, multiple=multiple, tree_packing=tree)
     record = step_record(rows, trainer)
     widths = {}
     for n, part in enumerate(record["plan"][0]):
-        padded = batch.collate([rows[i] for i in part], trained_only=True, multiple=multiple).inputs.shape[1]
-        widths |= {(rows[i].source, n): padded for i in part}
+        options = {"trained_only": True, "tree": tree, "multiple": multiple}
+        width = batch.collate([rows[i] for i in part], **options).inputs.shape[1]
+        widths |= {(rows[i].source, n): width for i in part}
     shown = [(r, r["width"]) for t in ("0-0", "1-0", "2-0") for r in trained_rows(t, record)]
     assert {((r["episode_id"], r["segment_index"]), r["micro_batch"]): w for r, w in shown} == widths
-    assert all(r["padding"] == w - (r["tokens"] - 1) for r, w in shown)
-    assert {w % multiple for _, w in shown} == {0}
+    assert {r["padding"] for r, _ in shown} == {0}
+
+
+def test_the_page_shows_rows_of_an_older_record_as_wide_as_they_were_padded():
+    made = [s for t in episodes() for s in to_samples(t)]
+    rows = make_rows(made, {"0-0": 1.0, "1-0": -1.0})
+    record = step_record(rows, TRAINER) | {"multiple": 16, "plan": [[[0, 1, 2]]]}
+    del record["sizes"], record["tree_packing"]
+    shown = [r for t in ("0-0", "1-0") for r in trained_rows(t, record)]
+    assert [(r["width"], r["padding"]) for r in shown] == [(16, 16 - (r["tokens"] - 1)) for r in shown]

@@ -72,11 +72,10 @@ def _layout() -> tuple[int, int]:
 
 
 def _sharded_generators() -> ShardedObject:
-    """One state for each tensor and pipeline rank; data-parallel ranks have the same."""
+    """One state for each tensor and pipeline rank; data-parallel and context-parallel ranks have the same."""
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    return ShardedObject(
-        "generators", _generators(), _layout(), place, replica_id=parallel_state.get_data_parallel_rank()
-    )
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedObject("generators", _generators(), _layout(), place, replica_id=replica)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
-"""The parts of a transformer layer that megatron-core's local spec lacks without Transformer Engine: attention and RMSNorm.
+"""The parts of a transformer layer that megatron-core's local spec lacks without Transformer Engine: RMSNorm and rotary positions of a tree.
 
-`SDPAttention` calls torch's scaled_dot_product_attention (flash kernels on GPU and CPU); the local spec's attention materialises
-[b, heads, s, s]. Rows are padded on the right, so under a causal mask no real token attends to padding, and no other mask is needed.
+The attention is tree_attention.py, with Transformer Engine too.
 """
 
 from __future__ import annotations
@@ -10,34 +9,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
+from agentrl.train.megatron.tree_attention import TreeAttention
 
-class SDPAttention(nn.Module):
-    """Causal grouped-query attention of this tensor-parallel rank's heads."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
-        super().__init__()
-        if config.attention_dropout or config.window_size is not None:
-            raise NotImplementedError("SDPAttention supports neither dropout nor sliding windows")
-        self.scale: float | None = config.softmax_scale
+class TreeRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding (Su et al. 2021) of given positions; megatron's is that of positions 0, 1, 2 … of one sequence."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]. `attention_mask` must be None (causal)."""
-        if attention_mask is not None or packed_seq_params is not None:
-            raise NotImplementedError("SDPAttention supports right-padded rows with a causal mask only")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        return out.permute(2, 0, 1, 3).flatten(2)
+    inv_freq: Tensor
+    """[d / 2]"""
+    positions: Tensor
+    """[s]: of the tokens of the next forward pass, on this context-parallel rank"""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Angles [s, 1, 1, d]."""
+        frequencies: Tensor = self.inv_freq.to(self.positions.device)
+        angles = torch.outer(self.positions.to(frequencies.dtype), frequencies)
+        return torch.cat([angles, angles], -1)[:, None, None]
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """Number of positions."""
+        return len(self.positions)
 
 
 class RMSNorm(nn.Module):
@@ -55,15 +49,17 @@ class RMSNorm(nn.Module):
 
 
 def layer_spec(config: Any) -> Any:
-    """The layer of a dense GPT: Transformer Engine's if installed, else megatron's linear layers with the two modules above."""
+    """The layer of a dense GPT: Transformer Engine's linear layers and norms if installed, else megatron's linear layers and our norm."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     if specs.HAVE_TE:
-        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec.submodules.self_attention.submodules.core_attention = TreeAttention
+        return spec
     spec = specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = SDPAttention
+    attention.core_attention = TreeAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

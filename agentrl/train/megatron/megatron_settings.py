@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,33 @@ _NO_EFFECT = {
 """Fields that nothing reads, and why."""
 
 
-def check_trainer(folder: Path, settings: Settings, requested_ranks: int | None, gpus: int) -> None:
+def check_trainer(
+    folder: Path, settings: Settings, requested_ranks: int | None, gpus: int, *, tree_packing: bool = True
+) -> None:
     """Check everything that can be known before a rank starts. `gpus`: GPUs of this machine; 0: the ranks run on its CPU.
 
     Raises:
         UsageError: the trainer cannot start.
     """
     check_settings(settings, read_model_config(folder), cpu=not gpus)
+    check_tree(settings, tree_packing=tree_packing)
     ranks, _ = rank_counts(settings, requested_ranks)
     if 0 < gpus < ranks:
         raise ConfigError(f"the trainer needs {ranks} GPUs, one for each rank; this machine has {gpus}")
     weight_files(folder)
+
+
+def check_tree(settings: Settings, *, tree_packing: bool) -> None:
+    """Refuse settings with which a shared prefix does not have one value.
+
+    Raises:
+        ConfigError: dropout, which draws another mask for each row.
+    """
+    if tree_packing and settings.get("hidden_dropout"):
+        raise ConfigError(
+            f"[megatron] hidden_dropout = {settings['hidden_dropout']} draws a mask for each row, but --tree-packing computes a prefix "
+            "that rows share once; set hidden_dropout to 0, or --tree-packing false"
+        )
 
 
 def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
@@ -57,11 +74,15 @@ def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
     Raises:
         ConfigError: the ranks do not divide into whole copies.
     """
-    copy = settings.get("tensor_model_parallel_size", 1) * settings.get("pipeline_model_parallel_size", 1)
+    sizes = [
+        settings.get(f"{name}_size", 1)
+        for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    ]
+    copy = math.prod(sizes)
     ranks = requested or copy
     if ranks % copy:
         raise ConfigError(
-            f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of tensor × pipeline model parallel size = {copy}"
+            f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of tensor × pipeline × context parallel size = {copy}"
         )
     return ranks, copy
 
@@ -171,10 +192,8 @@ def _check_parallel(settings: Settings, model: ModelConfig) -> None:
     layers = shape["num_layers"]
     if layers % pipeline and not any(settings.get(name) for name in _UNEVEN_STAGES):
         raise ConfigError(f"pipeline_model_parallel_size {pipeline} does not divide the model's {layers} layers")
-    if settings.get("context_parallel_size", 1) > 1:
-        raise ConfigError(
-            "context_parallel_size > 1 is not supported: rows are padded, not packed; use tensor and sequence parallelism"
-        )
+    if (context := settings.get("context_parallel_size", 1)) < 1:
+        raise ConfigError(f"context_parallel_size must be at least 1, found {context}")
     if settings.get("virtual_pipeline_model_parallel_size"):
         raise ConfigError(
             "virtual_pipeline_model_parallel_size is not supported: interleaved pipelines compute wrong numbers over gloo"

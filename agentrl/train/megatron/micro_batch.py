@@ -1,7 +1,8 @@
-"""Rows as micro-batches of tensors, padded on the right.
+"""Rows as micro-batches of tensors: a token tree, packed without padding between rows.
 
-The inputs are a matrix; the loss's tensors are flat and cover the chosen positions only. Most tokens of an agent's episode are observations,
-for which no logits are computed.
+The model computes every unique token once. The loss stays per row: its tensors are flat and cover the chosen tokens of the rows. Most tokens of
+an agent's episode are observations, for which no logits are computed. Chosen tokens with the same context, id and temperature have the same
+log-prob, which is computed once too (a prediction).
 """
 
 from __future__ import annotations
@@ -14,82 +15,133 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.train.attention_blocks import attention_calls
 from agentrl.train.base import Row
+from agentrl.train.batch_plan import padded_length
 from agentrl.train.megatron.loss import TokenData
+from agentrl.train.megatron.tree_attention import AttentionPlan, attention_plan, context_ranges
+from agentrl.train.token_tree import Path, token_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows padded to one length. n is the number of chosen tokens."""
+    """Rows as one token tree. s is the number of its tokens that this context-parallel rank has, u the number of predictions there."""
 
     inputs: Tensor
-    """[b, s] int64: each row without its last token; 0 is padding"""
+    """[1, s] int64: token ids; 0 is padding"""
+    positions: Tensor
+    """[s] int64: position of each token in its row"""
+    attention: AttentionPlan
     index: Tensor
-    """[n] int64: the positions that predict the chosen tokens, in the flattened [s, b]"""
+    """[u] int64: the tokens of `inputs` from which the predictions are made"""
     labels: Tensor
-    """[n] int64: the chosen tokens"""
+    """[u] int64: the predicted tokens"""
     temperature: Tensor
-    """[n] fp32"""
+    """[u] fp32"""
+    prediction: Tensor
+    """[n] int64: for each chosen token, its prediction"""
     data: TokenData
-    counts: tuple[int, ...]
-    """number of chosen tokens of each row; n is their sum, or 1 where that is 0"""
+    """of the chosen tokens"""
+    places: np.ndarray
+    """[n]: for each chosen token, its number among those of all context-parallel ranks, row by row. n is at least 1: without chosen tokens
+    there is one of weight 0, and `places` is empty."""
 
 
 def collate(
-    rows: Sequence[Row], *, trained_only: bool, multiple: int = 1, device: torch.device | str = "cpu"
+    rows: Sequence[Row],
+    *,
+    trained_only: bool,
+    tree: bool = True,
+    multiple: int = 1,
+    context: tuple[int, int] = (0, 1),
+    device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pad rows into a micro-batch.
+    """Pack rows into a micro-batch.
 
     Args:
-        rows: may be empty; the result then is one row of padding with one chosen token of weight 0.
+        rows: may be empty; the result then is padding with one chosen token of weight 0.
         trained_only: choose the tokens with a weight; otherwise all tokens but each row's first.
-        multiple: the padded length is a multiple of this.
+        tree: compute a prefix that rows share once.
+        multiple: the number of tokens of all context-parallel ranks is a multiple of this.
+        context: rank and size of the context-parallel group.
         device: the device of the tensors.
     """
-    width = max((len(r.tokens) - 1 for r in rows), default=0)
-    width = -(-max(width, 1) // multiple) * multiple
-    inputs = np.zeros((max(len(rows), 1), width), np.int64)
-    chosen = []
-    for i, row in enumerate(rows):
-        inputs[i, : max(len(row.tokens) - 1, 0)] = row.tokens[:-1]
-        chosen.append(np.flatnonzero(row.weights) if trained_only else np.arange(1, max(len(row.tokens), 1)))
-    counts = tuple(map(len, chosen))
+    layout = token_tree([r.tokens[:-1] for r in rows], share=tree)
+    used = len(layout.tokens)
+    length = padded_length(used, multiple)
+    paths = list(layout.paths)
+    if length > used:
+        paths.append(Path(start=used, stop=length, end=length))
+    local = context_ranges(length, *context)
+    mine = np.concatenate([np.arange(a, b) for a, b in local])
+    chosen = [r.chosen(trained_only=trained_only) for r in rows]
+    sources = np.concatenate([where[c - 1] for where, c in zip(layout.rows, chosen, strict=True)] or [mine[:0]])
+    in_packed = np.full(length, -1, np.int64)
+    in_packed[mine] = np.arange(len(mine))
+    here = in_packed[sources]
+    places = np.flatnonzero(here >= 0)
 
-    def tensor(array: np.ndarray, dtype: Any) -> Tensor:
+    def tensor(array: Any, dtype: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
 
-    if not sum(counts):
+    def packed(array: np.ndarray) -> Tensor:
+        return tensor(np.pad(array, (0, length - used))[mine], np.int64)
+
+    index, labels, temperature, prediction = _predictions(rows, chosen, here, places)
+    return MicroBatch(
+        inputs=packed(layout.tokens)[None],
+        positions=packed(layout.positions),
+        attention=attention_plan(attention_calls(paths, local), local, device),
+        index=tensor(index, np.int64),
+        labels=tensor(labels, np.int64),
+        temperature=tensor(temperature, np.float32),
+        prediction=tensor(prediction, np.int64),
+        data=_token_data(rows, chosen, places, device),
+        places=places,
+    )
+
+
+def _gathered(rows: Sequence[Row], chosen: Sequence[np.ndarray], places: np.ndarray, name: str) -> np.ndarray:
+    return np.concatenate([getattr(r, name)[c] for r, c in zip(rows, chosen, strict=True)])[places]
+
+
+def _predictions(
+    rows: Sequence[Row], chosen: Sequence[np.ndarray], here: np.ndarray, places: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Index, label and temperature of the different predictions, and the prediction of each chosen token."""
+    if not len(places):
+        return np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)
+    labels = _gathered(rows, chosen, places, "tokens").astype(np.int64)
+    temperature = _gathered(rows, chosen, places, "temperature")
+    keys = np.stack([here[places], labels, temperature.view(np.int32).astype(np.int64)])
+    keys, first, prediction = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    return keys[0], keys[1], temperature[first], prediction.reshape(-1)
+
+
+def _token_data(
+    rows: Sequence[Row], chosen: Sequence[np.ndarray], places: np.ndarray, device: torch.device | str
+) -> TokenData:
+    """The loss's inputs of the chosen tokens at `places`; without any, of one token of weight 0."""
+    if not len(places):
         zero = torch.zeros(1, device=device)
-        return MicroBatch(
-            inputs=tensor(inputs, np.int64),
-            index=tensor(np.zeros(1), np.int64),
-            labels=tensor(np.zeros(1), np.int64),
-            temperature=tensor(np.ones(1), np.float32),
-            data=TokenData(weights=zero, advantages=zero, rollout_log_probs=zero),
-            counts=counts,
-        )
+        return TokenData(weights=zero, advantages=zero, rollout_log_probs=zero)
 
-    def flat(name: str, dtype: Any = np.float32) -> Tensor:
-        return tensor(np.concatenate([getattr(r, name)[c] for r, c in zip(rows, chosen, strict=True)]), dtype)
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
-    # a row that does not state it was sampled wherever it is trained, and nothing else counts
-    sampled = [(r.weights != 0 if r.sampled is None else r.sampled)[c] for r, c in zip(rows, chosen, strict=True)]
+    def flat(name: str) -> Tensor:
+        return tensor(_gathered(rows, chosen, places, name).astype(np.float32))
 
     def optional(name: str) -> Tensor | None:
         return None if any(getattr(r, name) is None for r in rows) else flat(name)
 
-    return MicroBatch(
-        inputs=tensor(inputs, np.int64),
-        index=tensor(np.concatenate([(c - 1) * len(inputs) + i for i, c in enumerate(chosen)]), np.int64),
-        labels=flat("tokens", np.int64),
-        temperature=flat("temperature"),
-        data=TokenData(
-            weights=flat("weights"),
-            advantages=flat("advantages"),
-            rollout_log_probs=flat("rollout_log_probs"),
-            old_log_probs=optional("old_log_probs"),
-            ref_log_probs=optional("ref_log_probs"),
-            sampled=tensor(np.concatenate(sampled), np.bool_),
-        ),
-        counts=counts,
+    # a row that does not state it was sampled wherever it is trained, and nothing else counts
+    sampled = [(r.weights != 0 if r.sampled is None else r.sampled)[c] for r, c in zip(rows, chosen, strict=True)]
+    return TokenData(
+        weights=flat("weights"),
+        advantages=flat("advantages"),
+        rollout_log_probs=flat("rollout_log_probs"),
+        old_log_probs=optional("old_log_probs"),
+        ref_log_probs=optional("ref_log_probs"),
+        sampled=tensor(np.concatenate(sampled)[places]),
     )

@@ -23,18 +23,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, WeightLayout, conversion, load, named_parameters
-from agentrl.train.megatron.layers import block_spec
+from agentrl.train.megatron.layers import TreeRotaryEmbedding, block_spec
 from agentrl.train.megatron.megatron_settings import Settings, check_settings, required_settings
+from agentrl.train.megatron.micro_batch import MicroBatch
 from agentrl.train.megatron.model_config import ModelConfig, Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel that returns the last hidden states of chosen positions; log_probs.py computes what the loss needs of them."""
+    """GPTModel over a token tree, that returns the last hidden states of chosen tokens; log_probs.py computes what the loss needs of them."""
 
     def __init__(self, *args: Any, rope: Rope, **kwargs: Any) -> None:
         super().__init__(*args, position_embedding_type="rope", rotary_base=rope.theta, **kwargs)
+        self.rotary_pos_emb.__class__ = TreeRotaryEmbedding
         self._chosen: Tensor | None = None
         if rope.llama3:
             self.rotary_pos_emb.inv_freq = _llama3_frequencies(self.rotary_pos_emb.inv_freq, rope.llama3)
@@ -47,15 +49,11 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
-    def forward(self, inputs: Tensor, chosen: Tensor) -> Tensor:
-        """Hidden states: [n, h] of the chosen positions on the last pipeline stage, [s, b, h] on the others.
-
-        Args:
-            inputs: [b, s], token ids.
-            chosen: [n], indices into the flattened [s, b].
-        """
-        self._chosen = chosen
-        return super().forward(inputs, None, None)
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Hidden states: [u, h] of the predictions on the last pipeline stage, [s, 1, h] on the others."""
+        self._chosen = batch.index
+        self.rotary_pos_emb.positions = batch.positions
+        return super().forward(batch.inputs, None, None, packed_seq_params=batch.attention)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:

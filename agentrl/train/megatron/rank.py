@@ -47,13 +47,17 @@ class TrainerRank:
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         config = self.built.config
         sequence_parallel = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.context = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        self.tree_packing = setup.tree_packing
+        chunks = 2 * self.context[1] if self.context[1] > 1 else 1
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.info = RankInfo(
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            context_parallel_rank=self.context[0],
             pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
             reports=self.tensor_rank == 0 and parallel_state.is_pipeline_last_stage(),
-            multiple=sequence_parallel * (GPU_MULTIPLE if gpu else 1),
+            multiple=sequence_parallel * chunks * (GPU_MULTIPLE if gpu else 1),
         )
         layout = self.built.layout
         columns = layout.padded_vocab_size // config.tensor_model_parallel_size
@@ -67,14 +71,14 @@ class TrainerRank:
         self._sender = Sender(self.built, self.device)
 
     def log_probs(self, share: Share, reference: bool, trained_only: bool) -> list[Any] | None:
-        """(log-probs of the chosen tokens, number of them by row) of each micro-batch; None on ranks that do not report."""
+        """(log-probs of the chosen tokens, their places) of each micro-batch, see `MicroBatch`; None on ranks that do not report."""
         model = self.built.reference if reference else self.built.wrapped
         if model is None:
             raise RuntimeError("this trainer has no reference model: it was started with reference=False")
 
         def after(batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Any:
             values, _ = self._token_log_probs(model, hidden, batch)
-            return values.cpu().numpy(), batch.counts
+            return values[: len(batch.places)].cpu().numpy(), batch.places
 
         model.eval()
         options = {"forward_only": True, "collect_non_loss_data": True}
@@ -140,8 +144,10 @@ class TrainerRank:
         return torch.cuda.mem_get_info()[0] >> 20 if torch.cuda.is_available() else None
 
     def _token_log_probs(self, model: Any, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the chosen tokens."""
         weight = unwrapped(model).output_weight
-        return token_log_probs(hidden, weight, batch.labels, batch.temperature, self._vocab_shard)
+        log_probs, entropy = token_log_probs(hidden, weight, batch.labels, batch.temperature, self._vocab_shard)
+        return log_probs[batch.prediction], entropy[batch.prediction]
 
     def _run(
         self, model: Any, share: Share, after: Callable[..., Any], *, trained_only: bool, **options: Any
@@ -150,13 +156,20 @@ class TrainerRank:
         rows, parts = share
         multiple = self.info.multiple
         batches = (
-            collate([rows[i] for i in part], trained_only=trained_only, multiple=multiple, device=self.device)
+            collate(
+                [rows[i] for i in part],
+                trained_only=trained_only,
+                tree=self.tree_packing,
+                multiple=multiple,
+                context=self.context,
+                device=self.device,
+            )
             for part in parts
         )
 
         def forward(batches: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
-            return module(batch.inputs, batch.index, **precision), partial(after, batch)
+            return module(batch, **precision), partial(after, batch)
 
         # the wrapper of a bf16 model would convert the hidden states to fp32
         precision = {"fp32_output": False} if self.built.config.bf16 else {}
@@ -182,16 +195,16 @@ class TrainerRank:
         def after(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             values, entropy = self._token_log_probs(built.wrapped, hidden, batch)
             total, sums, maxima = token_loss(values, entropy, batch.data, loss)
-            return total, no_tokens.clone(), (sums, maxima, values.detach(), batch.counts)
+            return total, no_tokens.clone(), (sums, maxima, values.detach()[: len(batch.places)], batch.places)
 
         results = self._run(built.wrapped, share, after, trained_only=True, **options)
         if not self.info.reports:
             return None
-        sums, maxima, values, counts = zip(*results, strict=True)
+        sums, maxima, values, places = zip(*results, strict=True)
         return {
             "sums": torch.stack(sums).sum(0).tolist(),
             "maxima": torch.stack(maxima).max(0).values.tolist(),
-            "log_probs": [(v.cpu().numpy(), n) for v, n in zip(values, counts, strict=True)],
+            "log_probs": [(v.cpu().numpy(), p) for v, p in zip(values, places, strict=True)],
         }
 
     def _sync_params(self) -> None:
@@ -201,7 +214,7 @@ class TrainerRank:
 
     def _write(self, path: Path, value: Callable[[Any], Tensor]) -> dict[str, Any] | None:
         """Write `value(parameter)` of this stage's parameters under Hugging Face names."""
-        if self.info.data_parallel_rank:
+        if self.info.data_parallel_rank or self.info.context_parallel_rank:
             return None
         tensors = {}
         for name, tensor in gather(self.built.model, self.built.layout, self.tensor_group, value):

@@ -41,6 +41,8 @@ class RankSetup:
     """float32 or bfloat16"""
     reference: bool
     """keep a frozen copy of the model"""
+    tree_packing: bool
+    """compute a prefix that rows of a micro-batch share once"""
     seed: int
     threads: int
     """CPU threads"""
@@ -58,11 +60,12 @@ class RankInfo:
     """A rank's place in the model."""
 
     data_parallel_rank: int
+    context_parallel_rank: int
     pipeline_rank: int
     reports: bool
-    """its results are those of its data-parallel share"""
+    """its results are those of its data-parallel share, or of its context-parallel part of it"""
     multiple: int
-    """padded lengths of micro-batches are multiples of this"""
+    """the tokens of a micro-batch are padded to a multiple of this"""
 
 
 class RankPool:

@@ -45,6 +45,7 @@ def join_process_group(setup: RankSetup) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=setup.megatron.get("tensor_model_parallel_size", 1),
         pipeline_model_parallel_size=setup.megatron.get("pipeline_model_parallel_size", 1),
+        context_parallel_size=setup.megatron.get("context_parallel_size", 1),
         distributed_timeout_minutes=max(1, int(setup.timeout_s // 60)),
     )
     random.seed(setup.seed)

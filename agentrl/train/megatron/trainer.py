@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, StoreError
 from agentrl.train.base import Floats, LossConfig, Row
-from agentrl.train.batch_plan import batch_plan
-from agentrl.train.megatron.megatron_settings import rank_counts
+from agentrl.train.batch_plan import packing, trainer_plan
+from agentrl.train.megatron.megatron_settings import check_tree, rank_counts
 from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics
 
@@ -42,6 +43,7 @@ class MegatronTrainer:
         micro_batch_rows: int | None = None,
         dtype: str = "float32",
         reference: bool = False,
+        tree_packing: bool = True,
         run_dir: Path,
         threads: int | None = None,
         timeout_s: float = 3600.0,
@@ -51,12 +53,13 @@ class MegatronTrainer:
         Args:
             model: Hugging Face folder (config.json and safetensors).
             megatron: fields of megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.
-            world_size: number of ranks, a multiple of tensor × pipeline parallel size; None: one data-parallel copy.
+            world_size: number of ranks, a multiple of tensor × pipeline × context parallel size; None: one data-parallel copy.
             seed: seed of every rank's random generators.
-            micro_batch_tokens: maximum tokens of a micro-batch, padding included; a longer row is a micro-batch by itself. None: 4096.
+            micro_batch_tokens: maximum tokens of a micro-batch on a rank; a longer row is a micro-batch by itself. None: 4096.
             micro_batch_rows: maximum rows of a micro-batch; None: no such bound.
             dtype: float32, or bfloat16 (with fp32 master weights and gradients).
             reference: keep a frozen copy of `model` for reference log-probs.
+            tree_packing: compute a prefix that rows of a micro-batch share once.
             run_dir: logs are written to run_dir/trainer.
             threads: CPU threads of each rank; None: the machine's cores divided evenly. Results are bit-exact only at equal threads.
             timeout_s: maximum duration of a command.
@@ -66,11 +69,14 @@ class MegatronTrainer:
             WorkerError: a rank did not start.
         """
         settings = dict(megatron or {})
+        check_tree(settings, tree_packing=tree_packing)
         ranks, ranks_per_copy = rank_counts(settings, world_size)
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
-        self.micro_batch_tokens = micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+        context = settings.get("context_parallel_size", 1)
+        self.micro_batch_tokens = (micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) * context
+        self.tree_packing = tree_packing
         self.micro_batch_rows = micro_batch_rows
         threads = threads or max(1, (os.cpu_count() or 1) // ranks)
         self.pool = RankPool(ranks, run_dir / "trainer", threads)
@@ -81,6 +87,7 @@ class MegatronTrainer:
                 megatron=settings,
                 dtype=dtype,
                 reference=reference,
+                tree_packing=tree_packing,
                 seed=seed,
                 threads=threads,
                 rank=rank,
@@ -108,7 +115,13 @@ class MegatronTrainer:
         results = self._request_shares("step", rows, plan, loss=loss, lr=lr)
         totals = [r["totals"] for r in results]
         log_probs = self._by_row(rows, plan, [t and t["log_probs"] for t in totals], trained_only=True)
-        return {**_metrics(totals, loss), "grad_norm": results[0]["grad_norm"], "lr": lr, "log_probs": log_probs}
+        metrics = {
+            **_metrics(totals, loss),
+            **packing(self, rows, plan),
+            "grad_norm": results[0]["grad_norm"],
+            "lr": lr,
+        }
+        return {**metrics, "log_probs": log_probs}
 
     def gradients(self, rows: Sequence[Row], loss: LossConfig, path: Path) -> dict[str, float]:
         """Write the gradients of a batch as safetensors under Hugging Face names into the new folder `path`, without an optimizer step.
@@ -181,7 +194,7 @@ class MegatronTrainer:
     def _plan(self, command: str, rows: Sequence[Row]) -> list[list[list[int]]]:
         if not rows:
             raise InvariantError(f"{command}: the batch is empty")
-        return batch_plan([len(r.tokens) for r in rows], self.copies, self.micro_batch_tokens, self.micro_batch_rows)
+        return trainer_plan(self, rows)
 
     def _request_shares(
         self, command: str, rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], **arguments: Any
@@ -204,15 +217,17 @@ class MegatronTrainer:
         trained_only: bool,
     ) -> list[Floats]:
         """Log-probs of each row from those of the ranks' micro-batches."""
-        log_probs = [np.zeros(len(r.tokens), np.float32) for r in rows]
+        chosen = [r.chosen(trained_only=trained_only) for r in rows]
+        values = [[np.zeros(sum(len(chosen[row]) for row in part), np.float32) for part in parts] for parts in plan]
         for rank, result in zip(self.ranks, results, strict=True):
-            if not rank.reports:
-                continue
-            for part, (values, counts) in zip(plan[rank.data_parallel_rank], result, strict=True):
-                pieces = np.split(values[: sum(counts)], np.cumsum(counts)[:-1])
-                for row, piece in zip(part, pieces, strict=False):
-                    chosen = np.flatnonzero(rows[row].weights) if trained_only else slice(1, None)
-                    log_probs[row][chosen] = piece
+            if rank.reports:
+                for whole, (some, places) in zip(values[rank.data_parallel_rank], result, strict=True):
+                    whole[places] = some
+        log_probs = [np.zeros(len(r.tokens), np.float32) for r in rows]
+        for part, whole in zip(chain(*plan), chain(*values), strict=True):
+            ends = np.cumsum([len(chosen[row]) for row in part])
+            for row, piece in zip(part, np.split(whole, ends[:-1]), strict=False):
+                log_probs[row][chosen[row]] = piece
         return log_probs
 
 

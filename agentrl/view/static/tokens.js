@@ -233,7 +233,7 @@ AR.trained = function (e) {
       fill.style.width = `${(100 * m.tokens) / most}%`;
       return AR.h("div", { class: `lane ${m.episode_id === e.episode_id && m.segment_index === r.segment_index ? "me" : ""}` }, AR.h("span", { class: "name" }, AR.visible(m.episode_id) + (m.segment_index ? ` segment ${m.segment_index}` : "")), AR.h("span", { class: "full" }, fill), AR.h("span", { class: "n" }, m.tokens));
     }));
-    const place = r.rank === null ? "" : `, data-parallel rank ${r.rank}, micro-batch ${r.micro_batch} of ${r.members.length} rows padded to ${r.width} positions${f.multiple > 1 ? `, a multiple of ${f.multiple}` : ""}`;
+    const place = r.rank === null ? "" : `, data-parallel rank ${r.rank}, micro-batch ${r.micro_batch} of ${r.members.length} rows ${f.tree_packing == null ? "padded to" : "packed into"} ${r.width} positions${f.multiple > 1 ? `, a multiple of ${f.multiple}` : ""}`;
     return [AR.h("h2", {}, `row ${r.number} of ${r.of}: segment ${r.segment_index}${place}`), AR.h("p", { class: "soft" }, `${r.tokens} tokens, ${r.trained} trained; advantage ${AR.number(r.advantage)}; weight of each trained token ${r.weight.toExponential(3)} (including the global denominator)`), lanes, AR.rowTable(s, r)];
   });
   return AR.h("section", { class: "trained-view" }, head, rows);

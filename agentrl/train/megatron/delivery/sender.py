@@ -33,7 +33,7 @@ class Sender:
         self.group: BroadcastGroup | None = None
         self.receivers: list[Receiver] = []
         """the servers in the group"""
-        self.copy = parallel_state.get_data_parallel_rank()
+        self.copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.sends = self.copy == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
 

@@ -1,0 +1,165 @@
+"""Attention of many sequences in one call, forward and backward, with the log-sum-exp of every query: what merging partial attention needs.
+
+On a GPU in half precision, torch's variable-length flash kernel; on the CPU, torch's flash kernel for each sequence; else plain matrices. The
+backward functions take the output and the log-sum-exp of the whole attention and the keys of one part of it, as in ring attention (Liu et al.
+2023): the probability of a key is exp(score − log-sum-exp), whichever part it is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Where sequences of queries and keys begin and end in packed tensors."""
+
+    causal: bool
+    """the i-th query attends to the keys up to the i-th, and there are as many keys as queries; otherwise to all keys of its sequence"""
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_starts: Tensor
+    """[sequences + 1] int32, cumulative lengths, on the device of the queries"""
+    key_starts: Tensor
+
+
+class Kernel(Protocol):
+    """An implementation. q [n, heads, d]; k and v [m, groups, d]; out as q; lse [heads, n]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp (fp32, fp64 for fp64)."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+
+def kernel_for(q: Tensor) -> Kernel:
+    """The implementation for a tensor's device and dtype."""
+    if q.is_cuda:
+        return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) else Dense()
+    return CpuFlash()
+
+
+class CudaFlash:
+    """torch's variable-length flash attention (the kernels behind torch.nn.attention.varlen)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        starts = (s.query_starts, s.key_starts, max(s.query_lengths), max(s.key_lengths))
+        out, lse, *_ = _aten._flash_attention_forward(q, k, v, *starts, 0.0, s.causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        starts = (s.query_starts, s.key_starts, max(s.query_lengths), max(s.key_lengths))
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *starts, 0.0, s.causal, *no_dropout, scale=scale
+        )
+        return grads
+
+
+class _BySequence:
+    """One call for each sequence: tensors [1, heads, length, d] in and out."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        repeats = q.shape[1] // k.shape[1]
+        parts = [_split(x, n) for x, n in ((q, s.query_lengths), (k, s.key_lengths), (v, s.key_lengths))]
+        outs, lses = [], []
+        for q_part, k_part, v_part in zip(*parts, strict=True):
+            out, lse = self.one(q_part, _repeat(k_part, repeats), _repeat(v_part, repeats), s.causal, scale)
+            outs.append(out[0].transpose(0, 1))
+            lses.append(lse[0])
+        return torch.cat(outs), torch.cat(lses, 1)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        repeats, groups = q.shape[1] // k.shape[1], k.shape[1]
+        by_query = zip(*(_split(x, s.query_lengths) for x in (grad, q, out)), strict=True)
+        by_key = zip(*(_split(x, s.key_lengths) for x in (k, v)), strict=True)
+        results = []
+        for queries, keys, part in zip(by_query, by_key, lse.split(s.query_lengths, 1), strict=True):
+            g, q_part, o = queries
+            k_part, v_part = (_repeat(x, repeats) for x in keys)
+            dq, dk, dv = (x[0] for x in self.one_backward(g, q_part, k_part, v_part, o, part[None], s.causal, scale))
+            summed = [x.unflatten(0, (groups, repeats)).sum(1) if repeats > 1 else x for x in (dk, dv)]
+            results.append([x.transpose(0, 1) for x in (dq, *summed)])
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return dq, dk, dv
+
+    def one(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [1, heads, n, d] and log-sum-exp [1, heads, n]."""
+        raise NotImplementedError
+
+    def one_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        raise NotImplementedError
+
+
+def _split(x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    return [part.transpose(0, 1)[None] for part in x.split(lengths)]
+
+
+def _repeat(x: Tensor, repeats: int) -> Tensor:
+    return x.repeat_interleave(repeats, 1) if repeats > 1 else x
+
+
+class CpuFlash(_BySequence):
+    """torch's flash attention for the CPU (what scaled_dot_product_attention calls there)."""
+
+    def one(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `_BySequence`."""
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def one_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `_BySequence`."""
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+        return grads
+
+
+class Dense(_BySequence):
+    """Plain matrices of scores, in fp32 or wider."""
+
+    def one(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `_BySequence`."""
+        scores = self._scores(q, k, causal, scale)
+        lse = scores.logsumexp(-1)
+        return ((scores - lse[..., None]).exp() @ v.to(scores.dtype)).to(q.dtype), lse
+
+    def one_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `_BySequence`."""
+        p = (self._scores(q, k, causal, scale) - lse[..., None]).exp()
+        g, o, q_wide, k_wide, v_wide = (x.to(p.dtype) for x in (grad, out, q, k, v))
+        by_score = p * (g @ v_wide.mT - (g * o).sum(-1, keepdim=True)) * scale
+        return (by_score @ k_wide).to(q.dtype), (by_score.mT @ q_wide).to(k.dtype), (p.mT @ g).to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(wide) @ k.to(wide).mT * scale
+        if causal:
+            n = q.shape[2]
+            above = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(above, float("-inf"))
+        return scores
