@@ -52,10 +52,11 @@ def batch_plan(rows: Sequence[Tokens], ranks: int, max_tokens: int, *, tree: boo
     ordered = [inputs[i] for i in order]
     shared = common_prefixes(ordered) if tree else [0] * len(rows)
     total = sum(map(len, ordered)) - sum(shared)
-    plans = []
     limits = [max_tokens, *(math.ceil(total / ranks * part) for part in _SHARES if ranks > 1)]
-    for limit in dict.fromkeys(min(limit, max_tokens) for limit in limits):
-        plans.append(_assign(_cut(ordered, shared, limit) if tree else _fill(ordered, limit), ranks))
+    plans = [
+        _assign(_cut(ordered, shared, limit) if tree else _fill(ordered, limit), ranks)
+        for limit in dict.fromkeys(min(limit, max_tokens) for limit in limits)
+    ]
     plan = min(plans, key=lambda plan: max(sum(part.cost for part in parts) for parts in plan))
     count = max(1, *map(len, plan))
     return [[[order[i] for i in part.rows] for part in parts] + [[]] * (count - len(parts)) for parts in plan]
@@ -91,12 +92,17 @@ def padded_length(tokens: int, multiple: int) -> int:
     return -(-max(tokens, 1) // multiple) * multiple
 
 
+def input_tokens(rows: Sequence[Tokens], *, tree: bool) -> int:
+    """Tokens of a micro-batch of these rows, without padding."""
+    inputs = [row[:-1] for row in rows]
+    if not tree:
+        return sum(map(len, inputs))
+    inputs = [inputs[i] for i in lexicographic_order(inputs)]
+    return sum(map(len, inputs)) - sum(common_prefixes(inputs))
+
+
 def _inputs(trainer: Trainer, rows: Sequence[Row], part: Sequence[int]) -> int:
-    """Tokens of a micro-batch without padding."""
-    inputs = [rows[i].tokens[:-1] for i in part]
-    if trainer.tree_packing:
-        inputs = [inputs[i] for i in lexicographic_order(inputs)]
-    return sum(map(len, inputs)) - (sum(common_prefixes(inputs)) if trainer.tree_packing else 0)
+    return input_tokens([rows[i].tokens for i in part], tree=trainer.tree_packing)
 
 
 def _part(rows: Sequence[Tokens], shared: Sequence[int], numbers: Sequence[int]) -> _Part:

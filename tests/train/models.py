@@ -61,13 +61,22 @@ def hf_log_probs(model: Any, row: Row) -> torch.Tensor:
     return torch.cat([picked.new_zeros(1), picked])
 
 
-def make_rows(model: Path, count: int = 7, *, temperature: float = 1.0, seed: int = 0, vocab: int = VOCAB) -> list[Row]:
-    """Rows of ragged lengths and masks, with old, rollout and reference log-probs some way off, so ratios clip and the KL term is not 0."""
+def make_rows(
+    model: Path, count: int = 7, *, temperature: float = 1.0, seed: int = 0, vocab: int = VOCAB, shared: float = 0.0
+) -> list[Row]:
+    """Rows of ragged lengths and masks, with old, rollout and reference log-probs some way off, so ratios clip and the KL term is not 0.
+
+    `shared`: probability that a row starts with a prefix of an earlier one; prefixes branch at any depth.
+    """
     rng = np.random.default_rng(seed)
     hf, rows = hf_model(model), []
     for i in range(count):
         n = int(rng.integers(5, 40))
         tokens = rng.integers(0, vocab, n).astype(np.int32)
+        if shared and rows and rng.random() < shared:
+            other = rows[rng.integers(len(rows))].tokens
+            prefix = int(rng.integers(1, min(n, len(other)) + 1))
+            tokens[:prefix] = other[:prefix]
         mask = (rng.random(n) < 0.5).astype(np.float32)
         mask[0], mask[-1] = 0, float(i != 0)
         if i == 3:

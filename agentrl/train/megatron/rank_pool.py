@@ -71,6 +71,9 @@ class RankInfo:
 class RankPool:
     """`world` processes of rank_process.py, with logs in `folder`/rank{r}.log."""
 
+    module = "agentrl.train.megatron.rank_process"
+    """what a process runs"""
+
     def __init__(self, world: int, folder: Path, threads: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{r}.log" for r in range(world)]
@@ -96,10 +99,9 @@ class RankPool:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank may hang in the middle of a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
-        module = "agentrl.train.megatron.rank_process"
         with ours, theirs, log.open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
