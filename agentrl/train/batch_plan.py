@@ -31,7 +31,9 @@ class _Part(NamedTuple):
     cost: float
 
 
-def batch_plan(rows: Sequence[Tokens], ranks: int, max_tokens: int, *, tree: bool = True) -> list[list[list[int]]]:
+def batch_plan(
+    rows: Sequence[Tokens], ranks: int, max_tokens: int, max_rows: int | None = None, *, tree: bool = True
+) -> list[list[list[int]]]:
     """Row numbers by data-parallel rank and micro-batch.
 
     All ranks have the same number of micro-batches, at least one; some may be empty.
@@ -40,6 +42,7 @@ def batch_plan(rows: Sequence[Tokens], ranks: int, max_tokens: int, *, tree: boo
         rows: token ids of each row. The last token of a row is predicted and is not an input.
         ranks: data-parallel ranks.
         max_tokens: maximum unique tokens of a micro-batch. A longer row is a micro-batch by itself.
+        max_rows: maximum rows of a micro-batch; None: no such bound.
         tree: False: rows share nothing.
 
     Example:
@@ -52,9 +55,10 @@ def batch_plan(rows: Sequence[Tokens], ranks: int, max_tokens: int, *, tree: boo
     ordered = [inputs[i] for i in order]
     shared = common_prefixes(ordered) if tree else [0] * len(rows)
     total = sum(map(len, ordered)) - sum(shared)
+    most = max_rows or len(rows)
     limits = [max_tokens, *(math.ceil(total / ranks * part) for part in _SHARES if ranks > 1)]
     plans = [
-        _assign(_cut(ordered, shared, limit) if tree else _fill(ordered, limit), ranks)
+        _assign(_cut(ordered, shared, limit, most) if tree else _fill(ordered, limit, most), ranks)
         for limit in dict.fromkeys(min(limit, max_tokens) for limit in limits)
     ]
     plan = min(plans, key=lambda plan: max(sum(part.cost for part in parts) for parts in plan))
@@ -65,7 +69,8 @@ def batch_plan(rows: Sequence[Tokens], ranks: int, max_tokens: int, *, tree: boo
 def trainer_plan(trainer: Trainer, rows: Sequence[Row]) -> list[list[list[int]]]:
     """The batch plan of a trainer for some rows."""
     limit = max(1, trainer.micro_batch_tokens // trainer.multiple) * trainer.multiple
-    return batch_plan([r.tokens for r in rows], trainer.copies, limit, tree=trainer.tree_packing)
+    tokens = [r.tokens for r in rows]
+    return batch_plan(tokens, trainer.copies, limit, trainer.micro_batch_rows, tree=trainer.tree_packing)
 
 
 def micro_batch_sizes(trainer: Trainer, rows: Sequence[Row], plan: Plan) -> list[list[int]]:
@@ -115,7 +120,7 @@ def _part(rows: Sequence[Tokens], shared: Sequence[int], numbers: Sequence[int])
     return _Part(list(numbers), tokens, tokens + pairs / ATTENTION_PAIRS_PER_TOKEN)
 
 
-def _cut(rows: Sequence[Tokens], shared: Sequence[int], limit: int) -> list[_Part]:
+def _cut(rows: Sequence[Tokens], shared: Sequence[int], limit: int, most: int) -> list[_Part]:
     """Cut rows in lexicographic order into micro-batches, at the least cost in tokens repeated and in micro-batches.
 
     costs[j] is the least cost of the first j rows, and first[j - 1] the first row of the last micro-batch of them.
@@ -123,7 +128,7 @@ def _cut(rows: Sequence[Tokens], shared: Sequence[int], limit: int) -> list[_Par
     costs, first = [0], []
     for j in range(1, len(rows) + 1):
         options, added = [], 0
-        for i in range(j - 1, -1, -1):
+        for i in range(j - 1, max(j - most, 0) - 1, -1):
             if len(rows[i]) + added > limit and i < j - 1:
                 break
             options.append((costs[i] + shared[i] + MICRO_BATCH_COST, i))
@@ -138,12 +143,12 @@ def _cut(rows: Sequence[Tokens], shared: Sequence[int], limit: int) -> list[_Par
     return parts[::-1]
 
 
-def _fill(rows: Sequence[Tokens], limit: int) -> list[_Part]:
+def _fill(rows: Sequence[Tokens], limit: int, most: int) -> list[_Part]:
     """Rows that share nothing, longest first: each goes to the first micro-batch with enough room (first-fit decreasing)."""
     numbers: list[list[int]] = []
     room: list[int] = []
     for i, row in enumerate(rows):
-        place = next((n for n, left in enumerate(room) if len(row) <= left), None)
+        place = next((n for n, left in enumerate(room) if len(row) <= left and len(numbers[n]) < most), None)
         if place is None:
             numbers.append([i])
             room.append(limit - len(row))

@@ -30,6 +30,12 @@ def test_a_plan_holds_every_row_once_within_the_limit_in_equal_numbers_of_micro_
     assert plan == batch_plan(rows, ranks, limit, tree=tree)
 
 
+@pytest.mark.parametrize("tree", [True, False])
+def test_a_micro_batch_has_at_most_so_many_rows(tree):
+    plan = batch_plan([np.arange(4)] * 7, 2, 100, 2, tree=tree)
+    assert sorted(len(part) for parts in plan for part in parts) == [1, 2, 2, 2]
+
+
 def group(number, prompt=20, answers=8, length=10):
     """Rows that share a prompt; the last token of a row is no input."""
     start = 1000 * number + np.arange(prompt)
@@ -68,7 +74,7 @@ def test_a_row_longer_than_the_limit_stands_alone_and_a_share_may_be_empty():
 
 @pytest.mark.parametrize(("tree", "computed"), [(True, 100), (False, 240)])
 def test_metrics_count_tokens_as_rows_as_a_tree_and_padding(tree, computed):
-    trainer = SimpleNamespace(copies=1, micro_batch_tokens=1000, multiple=16, tree_packing=tree)
+    trainer = SimpleNamespace(copies=1, micro_batch_tokens=1000, micro_batch_rows=None, multiple=16, tree_packing=tree)
     rows = [SimpleNamespace(tokens=r) for r in group(0)]
     plan = trainer_plan(trainer, rows)
     padded = -(-computed // 16) * 16
@@ -81,6 +87,6 @@ def test_metrics_count_tokens_as_rows_as_a_tree_and_padding(tree, computed):
 
 
 def test_padding_is_within_the_limit():
-    trainer = SimpleNamespace(copies=1, micro_batch_tokens=100, multiple=16, tree_packing=False)
+    trainer = SimpleNamespace(copies=1, micro_batch_tokens=100, micro_batch_rows=None, multiple=16, tree_packing=False)
     rows = [SimpleNamespace(tokens=np.arange(n + 1)) for n in (50, 49, 48, 1)]
     assert max(micro_batch_sizes(trainer, rows, trainer_plan(trainer, rows))[0]) <= 100

@@ -91,7 +91,9 @@ def test_the_page_shows_the_size_of_the_micro_batches_that_the_trainer_computes(
     long = [span(PROMPT, range(20), -1), span(SAMPLED, range(13))]
     made = [s for t in [*episodes(), trajectory([long], index=2)] for s in to_samples(t)]
     rows = make_rows(made, {"0-0": 1.0, "1-0": -1.0, "2-0": 0.5})
-    trainer = SimpleNamespace(copies=1, micro_batch_tokens=48, micro_batch_rows=None, multiple=multiple, tree_packing=tree)
+    trainer = SimpleNamespace(
+        copies=1, micro_batch_tokens=48, micro_batch_rows=None, multiple=multiple, tree_packing=tree
+    )
     record = step_record(rows, trainer)
     widths = {}
     for n, part in enumerate(record["plan"][0]):
