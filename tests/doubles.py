@@ -167,6 +167,7 @@ def make_runner(
     seed: int = 0,
     temperature: float = 1.0,
     env_args: dict[str, Any] | None = None,
+    driver: Any = None,
     **limits: Any,
 ) -> EpisodeRunner:
     """`engine` may be a script."""
@@ -181,6 +182,7 @@ def make_runner(
         sampling=SamplingParams(max_new_tokens=1, temperature=temperature),
         seed=seed,
         pools=ThreadPools(env),
+        driver=driver,
     )
 
 

@@ -9,6 +9,7 @@ from agentrl.cli.common import Commands, print_now
 from agentrl.cli.foreign_flags import parse_value
 from agentrl.env import check_env_args, make_env_class
 from agentrl.errors import ConfigError, suggest
+from agentrl.gateway.agent_env import AgentEnv
 
 
 def add_parser(commands: Commands) -> None:
@@ -34,6 +35,10 @@ def run_check(args: argparse.Namespace, rest: list[str]) -> int:
     pairs = [item.partition("=") for item in args.env_arg]
     env_args = {name: parse_value(value) for name, _, value in pairs}
     check_env_args(env_class, env_args)
+    if issubclass(env_class, AgentEnv):
+        raise ConfigError(
+            f"{env_class.label()} is an AgentEnv, whose agent plays the turns; try it with `agentrl rollout --num-rollout 1`"
+        )
     report = asyncio.run(check_env(env_class, env_args, episodes=args.episodes, seed=args.seed))
     print_now(report)
     return 0 if report.ok else 1

@@ -70,6 +70,8 @@ async def _fork(
         return await fork(runner, original, turn, observation=observation, seeds=seeds)
     finally:
         runner.close()
+        if components.driver is not None:
+            await components.driver.close()
         await engine.close()
         components.close()
 

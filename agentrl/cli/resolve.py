@@ -92,7 +92,7 @@ _READ_BY_SFT = (
     "actor_num_gpus_per_node tree_packing"
 ).split()
 """Settings of the sections below that `agentrl sft` reads."""
-_SECTIONS_OF_EPISODES = ("data", "rollout", "engine", "train", "eval")
+_SECTIONS_OF_EPISODES = ("data", "rollout", "engine", "gateway", "train", "eval")
 
 
 def _require_read(command: str, flags: Layer) -> None:

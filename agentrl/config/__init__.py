@@ -14,6 +14,7 @@ from agentrl.config.settings import (
     Config,
     EngineSettings,
     EnvSettings,
+    GatewaySettings,
     RunSettings,
     TrainSettings,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Config",
     "EngineSettings",
     "EnvSettings",
+    "GatewaySettings",
     "Layer",
     "RunSettings",
     "TrainSettings",

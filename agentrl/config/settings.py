@@ -247,6 +247,20 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class GatewaySettings:
+    """The HTTP gateway of agents that are programs of their own (`AgentEnv`)."""
+
+    gateway_host: Annotated[str, "HOST"] = "127.0.0.1"
+    """address on which the gateway listens
+
+    Whoever reaches the address and knows the key of an episode can use the policy until the episode ends."""
+    gateway_port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
+    """port on which the gateway listens; 0: any free port"""
+    gateway_url: Annotated[str | None, "URL"] = None
+    """base address that agents are told, such as that of a tunnel into their container (default: that of host and port)"""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainSettings:
     """Loss and optimizer (Megatron's own settings are in [megatron])."""
 
@@ -349,6 +363,7 @@ class Config:
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
+    gateway: GatewaySettings = GatewaySettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
     sft: SftSettings = SftSettings()

@@ -116,13 +116,17 @@ async def fork(
             f"episode {recorded.episode_id} has turns 0 to {len(recorded.turns) - 1}; "
             f"it cannot be forked at turn {turn}"
         )
+    if observation is not None and runner.driver is not None:
+        raise ConfigError(
+            f"episode {recorded.episode_id}: what an agent reads is not the environment's to change; leave --observation out"
+        )
     make_env = runner.make_env if observation is None else _edited(runner.make_env, turn, observation)
     spec = spec_of(recorded)
     branches = []
     for number, seed in enumerate(seeds):
         generator = ForkGenerator(recorded, runner.engine, turn, seed)
         forked = with_playback(runner, generator, ForkTools(generator, runner.pools.tool_executor))
-        trajectory = await replace(forked, make_env=make_env).run(
+        trajectory = await replace(forked, make_env=make_env, driver=runner.driver).run(
             replace(spec, prefix=f"fork/{recorded.episode_id}@{turn}/{number}/")
         )
         if generator.departure is not None or generator.turn <= turn - 1:

@@ -176,4 +176,5 @@ class EveryTool:
 def with_playback(runner: EpisodeRunner, generator: PlaybackGenerator, tools: PlaybackTools) -> EpisodeRunner:
     """The runner with a recorded episode in place of its engine and its tools."""
     rewrite = partial(generator.rewrite_context, runner.call_context_policy)
-    return replace(runner, engine=generator, execute_tools=tools.execute, rewrite_context=rewrite)
+    driver = None if runner.driver is None else runner.driver.playback(generator.recorded)
+    return replace(runner, engine=generator, execute_tools=tools.execute, rewrite_context=rewrite, driver=driver)

@@ -141,13 +141,13 @@ class EnvInstance:
         """The `Tool` objects to set up and close."""
         return [self._isolated.get(id(tool), tool) for tool in self.env.tool_instances] if self.env else []
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the environment's methods under its time limit; sync methods run in a thread."""
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call one of the environment's methods under a time limit (None: its own); sync methods run in a thread."""
         call = getattr(self.env, method)
         with boundary(EnvFailure, f"env {method}"):
             if getattr(call, "__func__", None) in _BUILTIN_METHODS:
                 return await call(*args, **kwargs)
-            return await self._pools.env.call(call, *args, timeout_s=self._class.timeout_s, **kwargs)
+            return await self._pools.env.call(call, *args, timeout_s=timeout_s or self._class.timeout_s, **kwargs)
 
     async def close(self, *, read_state: bool = True) -> None:
         """Read the final state, then close the tools and the environment. A failure does not stop the steps after it."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from agentrl.core.message_images import image_parts, load_images
+from agentrl.core.message_images import PlacedImage, image_parts, load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation
 from agentrl.env import Env, check_flag, check_reward, takes_group_seed
@@ -61,7 +61,7 @@ from agentrl.types import (
     Turn,
 )
 
-_STOP_REASONS: Mapping[type[Failure], StopReason] = {
+FAILURES: Mapping[type[Failure], StopReason] = {
     EngineAbort: StopReason.ENGINE_ABORT,
     EngineFailure: StopReason.ENGINE_FAILURE,
     EnvFailure: StopReason.ENV_FAILURE,
@@ -73,6 +73,19 @@ _SPENT = {"generate_s": "generations", "tools_s": "tool calls", "env_s": "steps"
 
 ExecuteTools = Callable[[Mapping[str, ToolSpec], Action], Awaitable[Action]]
 RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | None]]
+
+
+class EpisodeDriver(Protocol):
+    """Plays an episode in place of the loop over turns: an agent that asks for generations itself (agentrl.gateway)."""
+
+    async def play(self, episode: Episode) -> StopReason:
+        """Play from the environment's creation to the end. Failures are raised; the caller bounds the time and closes the environment."""
+
+    def playback(self, recorded: Trajectory) -> EpisodeDriver:
+        """A driver that makes the requests of a recorded episode again, without the agent."""
+
+    async def close(self) -> None:
+        """Free what the episodes share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +125,8 @@ class EpisodeRunner:
     """replaces the tool executor of `pools`, for replay"""
     rewrite_context: RewriteContext | None = None
     """replaces `call_context_policy`, for replay"""
+    driver: EpisodeDriver | None = None
+    """plays the episodes of an environment whose agent is a program of its own; None: the loop over turns"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close one episode. A failure of infrastructure becomes the trajectory's stop reason.
@@ -125,11 +140,11 @@ class EpisodeRunner:
             reason, failure = await episode.play_bounded()
         finally:
             await complete_before_cancel(episode.close())
-        if episode.instance.state_lost and reason not in _STOP_REASONS.values():  # rewards may need the state
+        if episode.instance.state_lost and reason not in FAILURES.values():  # rewards may need the state
             reason, failure = StopReason.ENV_FAILURE, episode.instance.close_failure
         episode.timings["episode_s"] = time.perf_counter() - started
         trajectory = episode.trajectory(reason, failure)
-        if reason in _STOP_REASONS.values():
+        if reason in FAILURES.values():
             return trajectory
         try:
             return await self.scorer.score(trajectory)
@@ -184,11 +199,13 @@ class Episode:
                 raise
             return StopReason.EPISODE_TIMEOUT, None
         except Failure as e:
-            return next(reason for kind, reason in _STOP_REASONS.items() if isinstance(e, kind)), e
+            return next(reason for kind, reason in FAILURES.items() if isinstance(e, kind)), e
 
     async def play(self) -> StopReason:
         """Play turn after turn until something ends the episode."""
-        await self.reset()
+        if self.runner.driver is not None:
+            return await self.runner.driver.play(self)
+        await self.open_prompt(await self.reset())
         while True:
             room, bound = self.room()
             if room <= 0:
@@ -215,8 +232,8 @@ class Episode:
             if stop is not None:
                 return stop
 
-    async def reset(self) -> None:
-        """Create the environment, reset it and render the first prompt."""
+    async def reset(self) -> list[Message]:
+        """Create the environment and reset it; returns the first observation, with images loaded."""
         runner = self.runner
         await self.instance.create(self.seed, self.spec.task)
         self.spec = await load_task_images(self.spec)
@@ -224,7 +241,11 @@ class Episode:
         if takes_group_seed(runner.env_class):
             seeds["group_seed"] = derive_seed(runner.seed, "group", self.spec.group_index, "env")
         returned = await self.instance.call("reset", self.spec.task.copy(), **seeds)
-        first = await load_images(Observation.of(returned).messages)
+        return await load_images(Observation.of(returned).messages)
+
+    async def open_prompt(self, first: list[Message]) -> None:
+        """Render the first prompt."""
+        runner = self.runner
         if not first:
             raise ContractError(
                 f"{runner.env_class.label()}.reset returned an empty observation; return the first message"
@@ -244,20 +265,8 @@ class Episode:
         length, context = self.recorder.length(), self.recorder.context()
         seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
         sampling = self.sampling(room, seed)
-        started = time.perf_counter()
-        with boundary(EngineFailure, "engine"):
-            generation = check_generation(
-                await runner.engine.generate(
-                    context, sampling, session=self.spec.episode_id, images=self.recorder.images()
-                ),
-                room,
-            )
-        elapsed = time.perf_counter() - started
+        generation, elapsed = await self.sample(context, sampling, self.recorder.images())
         crc = self.recorder.crc() if generation.context_crc is None else generation.context_crc
-        if generation.finish_reason is FinishReason.ABORT:
-            raise EngineAbort("the engine aborted the generation", "engine abort")
-        self.timings["generate_s"] += elapsed
-        self.demonstration |= generation.demonstration
         with boundary(EngineFailure, "the engine's answer"):
             self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
         action = runner.renderer.parse(
@@ -281,6 +290,23 @@ class Episode:
             timings={"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
         )
         return self.draft, generation
+
+    async def sample(
+        self, context: Sequence[int], sampling: SamplingParams, images: Sequence[PlacedImage]
+    ) -> tuple[Generation, float]:
+        """One generation of the engine, checked, and its duration in seconds."""
+        started = time.perf_counter()
+        with boundary(EngineFailure, "engine"):
+            generation = check_generation(
+                await self.runner.engine.generate(context, sampling, session=self.spec.episode_id, images=images),
+                sampling.max_new_tokens,
+            )
+        elapsed = time.perf_counter() - started
+        if generation.finish_reason is FinishReason.ABORT:
+            raise EngineAbort("the engine aborted the generation", "engine abort")
+        self.timings["generate_s"] += elapsed
+        self.demonstration |= generation.demonstration
+        return generation, elapsed
 
     async def use_tools(self, draft: TurnDraft) -> None:
         """Execute the action's calls."""

@@ -72,6 +72,23 @@ class Recorder:
             ids, log_probs = generation.ids[start:end], generation.log_probs[start:end]
             segment.add(Span(Provenance.SAMPLED, ids, turn, log_probs, version, temperature or 1.0))
 
+    def resume(self, segment: int) -> None:
+        """Make a segment the current one of its agent, whose requests continue several conversations in turns."""
+        self._current[self._segments[segment].agent_id] = segment
+
+    def segment_ids(self, segment: int) -> list[int]:
+        """The ids of a segment. As with `context`, do not modify the list."""
+        self._segments[segment].lent = True
+        return self._segments[segment].ids
+
+    def segment_length(self, segment: int) -> int:
+        """Tokens of a segment so far."""
+        return len(self._segments[segment].ids)
+
+    def segment_images(self, segment: int) -> tuple[PlacedImage, ...]:
+        """The images of a segment and their places in it."""
+        return tuple(self._segments[segment].images)
+
     def context(self, agent_id: str = "policy") -> list[int]:
         """The ids of the agent's current segment, to be sent to the engine. The list is never modified afterwards; do not modify it."""
         segment = self._segments[self._current[agent_id]]

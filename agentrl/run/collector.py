@@ -91,6 +91,8 @@ class Collector:
         return exactness_violations(trajectories)
 
     async def close(self) -> None:
-        """Stop the runner processes."""
+        """Stop the runner processes and the gateway."""
         if self.processes is not None:
             await self.processes.close()
+        if self.components.driver is not None:
+            await self.components.driver.close()

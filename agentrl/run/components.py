@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from agentrl.config import Config, EngineSettings
+from agentrl.config import Config, EngineSettings, GatewaySettings
 from agentrl.core.seeds import derive_seed
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
-from agentrl.env import Env, check_env_args, make_env_class
+from agentrl.env import Env, check_env_args, make_env_class, task_tools
 from agentrl.errors import ConfigError, EnvFailure, TemplateError
+from agentrl.gateway.agent_env import AgentEnv
+from agentrl.gateway.driver import GatewayDriver
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -101,6 +103,7 @@ class Components:
 
             self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
+        self.driver = self._driver()
 
     async def require_env(self) -> None:
         """Construct the environment and its tools once and close them, so that a wrong argument is refused before anything starts.
@@ -222,6 +225,7 @@ class Components:
             seed=settings.seed,
             context_policy=self.context_policy,
             pools=self._pools,
+            driver=self.driver,
         )
 
     def runner_processes(self, engine: Engine) -> ProcessPool | None:
@@ -303,6 +307,18 @@ class Components:
         self.scorer.close()
         if self._pools is not None:
             self._pools.end_processes()
+
+    def _driver(self) -> GatewayDriver | None:
+        """The gateway of an environment whose agent is a program of its own."""
+        g = self.config.gateway
+        if not issubclass(self.env_class, AgentEnv):
+            if g != GatewaySettings():
+                raise ConfigError(
+                    f"--gateway flags have no effect, since {self.env_class.label()} is not an AgentEnv and needs no gateway; "
+                    "leave them out"
+                )
+            return None
+        return GatewayDriver(self.env_class, host=g.gateway_host, port=g.gateway_port, url=g.gateway_url)
 
     def _check_conversation(self) -> None:
         """Refuse an environment whose system prompt, tools or tool results the chat template cannot render.

@@ -20,6 +20,7 @@ from doubles import FakeEngine, call
 
 from agentrl.config import FIELDS, SECTIONS, build_config
 from agentrl.config.settings import TABLES
+from agentrl.core.ports import free_port
 from agentrl.engine.local import engine as local
 from agentrl.errors import AgentRLError, ConfigError, EngineFailure
 from agentrl.render import Tokenizer, make_renderer
@@ -337,6 +338,14 @@ def first_action(s):
     return s.played[0].turns[0].action
 
 
+def told(s):
+    """The address that agents were told, without a port that was chosen for them."""
+    (url,) = {t.state["result"] for t in s.played}
+    return url if url.endswith(f":{PORT}") else url.rpartition(":")[0]
+
+
+PORT = free_port()
+AGENT = {"env": str(ENV.with_name("joint_agent.py")), "num_rollout": 1}
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
 EVALUATED = {"eval_interval": 20}
 FILE = {"prompt_data": "MODEL/tasks.jsonl"}
@@ -400,6 +409,10 @@ CASES = [
     Case("max_retries", 1, lambda s: {t.attempt for t in s.episodes}, {0, 1}, {"num_rollout": 1, "max_failure_share": 1.0}, all_fail),
     Case("min_group_size", 1, lambda s: len(s.trainer.steps), 2, LOST, odd_ones_fail),
     Case("max_failure_share", 1.0, error, None, {"max_retries": 0}, odd_ones_fail),
+    # gateway
+    Case("gateway_host", "127.0.0.2", told, "http://127.0.0.2", AGENT),
+    Case("gateway_port", PORT, told, f"http://127.0.0.1:{PORT}", AGENT),
+    Case("gateway_url", f"http://localhost:{PORT}", told, f"http://localhost:{PORT}", AGENT | {"gateway_port": PORT}),
     # engine
     Case("engine_max_running", 3, engine("max_running"), 3),
     Case("threads", 3, engine("threads"), 3),
@@ -567,3 +580,7 @@ def test_settings_of_servers(model, kind):
     finally:
         sync.close()
         components.close()
+
+
+async def test_flags_of_the_gateway_are_refused_where_no_agent_uses_it(play):
+    assert "is not an AgentEnv" in str((await play({"gateway_port": 1})).error)

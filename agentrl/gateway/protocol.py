@@ -1,0 +1,212 @@
+"""What the protocols have in common: a request and a reply without the form of any protocol, and the errors that clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from agentrl.data.message_form import normal_messages, normal_tools
+from agentrl.errors import DataError
+from agentrl.types import Message, ToolCall
+
+_MESSAGE_KEYS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MAX_CHOICES = 64
+"""largest `n` of one request"""
+
+
+class RequestError(Exception):
+    """A request that is refused. The protocol gives it its own form.
+
+    Args:
+        status: the HTTP status.
+        message: one sentence for the client's developer.
+        code: short machine-readable name.
+    """
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """One request for generations."""
+
+    protocol: str
+    """chat, responses or messages"""
+    model: str
+    messages: list[Message]
+    """in the normal form of agentrl.data.message_form; the role developer is written system"""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    """the client's own limit on sampled tokens; None: none"""
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    stream: bool = False
+    calls_allowed: int | None = None
+    """maximum tool calls of the reply; None: the run's limit"""
+    overridden: Mapping[str, Any] = field(default_factory=dict)
+    """sampling parameters of the client, which the run's replace"""
+    include_usage: bool = False
+    """chat: the stream ends with a chunk of token counts"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One generation as the client reads it."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    finish: str = "stop"
+    """stop, tool_calls or length"""
+    stop_sequence: str | None = None
+    """the client's stop string that ended it"""
+    number: str = "0"
+    """unique in the episode"""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Event(NamedTuple):
+    """One server-sent event."""
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
+
+
+class Protocol(NamedTuple):
+    """How one protocol is read and written."""
+
+    name: str
+    read: Callable[[Mapping[str, Any]], ModelRequest]
+    """a JSON body to a request; raises RequestError"""
+    write: Callable[[ModelRequest, Sequence[Reply]], dict[str, Any]]
+    """the answer to a request"""
+    events: Callable[[ModelRequest, Sequence[Reply]], Iterator[Event]]
+    """the answer as server-sent events"""
+    error: Callable[[RequestError], dict[str, Any]]
+    """the body of an error"""
+    keep_alive: bytes = b": waiting\n\n"
+    """sent while a stream waits for its generation"""
+
+
+def read_messages(value: Any) -> list[Message]:
+    """The messages of a request in the normal form, without keys that no template reads.
+
+    Raises:
+        RequestError: they are not a conversation.
+    """
+    if isinstance(value, list):
+        value = [_known_keys(m) if isinstance(m, dict) else m for m in value]
+    try:
+        return list(normal_messages(value))
+    except DataError as e:
+        raise RequestError(400, f"messages: {e}") from e
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The tools of a request as function schemas.
+
+    Raises:
+        RequestError: one of them is not a function.
+    """
+    for tool in value if isinstance(value, list) else ():
+        if isinstance(tool, dict) and tool.get("type", "function") not in ("function", "custom"):
+            raise RequestError(
+                400, f"tools of type {tool['type']!r:.60} are not served; declare functions, which the agent executes"
+            )
+    try:
+        tools = normal_tools(value)
+    except DataError as e:
+        raise RequestError(400, str(e)) from e
+    keep = ("name", "description", "parameters")
+    return [
+        {"type": "function", "function": {k: t["function"][k] for k in keep if t["function"].get(k) is not None}}
+        for t in tools
+    ]
+
+
+def check_fields(body: Mapping[str, Any], served: frozenset[str], neutral: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse fields that would be ignored.
+
+    Args:
+        body: the request.
+        served: fields that have an effect, or are recorded.
+        neutral: further fields, with the values that ask for nothing.
+
+    Raises:
+        RequestError: the body has another field, or another value.
+    """
+    for name, value in body.items():
+        if name in served or value is None or (name in neutral and value in neutral[name]):
+            continue
+        if name in neutral:
+            raise RequestError(400, f"{name} = {value!r:.60} is not served; leave it out", "unsupported_value")
+        raise RequestError(400, f"the field {name!r:.60} is not served; leave it out", "unsupported_field")
+
+
+def read_number(body: Mapping[str, Any], name: str, default: int | None) -> int | None:
+    """A count of at least 1, or the default where it is absent.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1:
+        raise RequestError(400, f"{name} must be an integer of at least 1, found {value!r:.60}")
+    return value
+
+
+def read_stop(value: Any, name: str) -> tuple[str, ...]:
+    """Stop strings of a request.
+
+    Raises:
+        RequestError: they are not texts.
+    """
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops) or len(stops) > 16:
+        raise RequestError(400, f"{name} must be up to 16 non-empty texts, found {value!r:.60}")
+    return tuple(stops)
+
+
+def read_model(body: Mapping[str, Any]) -> str:
+    """The name of the model.
+
+    Raises:
+        RequestError: there is none.
+    """
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise RequestError(400, f"model must be the name of a model, found {model!r:.60}")
+    return model
+
+
+def _known_keys(message: Mapping[str, Any]) -> Message:
+    kept = {k: v for k, v in message.items() if k in _MESSAGE_KEYS}
+    for key in _REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            kept[key] = message[key]
+    if kept.get("role") == "developer":
+        kept["role"] = "system"
+    if isinstance(kept.get("content"), list):
+        kept["content"] = [_known_part(p) for p in kept["content"]]
+    if kept.get("role") == "assistant" and kept.get("content") is None and not kept.get("tool_calls"):
+        kept["content"] = ""
+    return kept
+
+
+def _known_part(part: Any) -> Any:
+    """A part of a content without cache markers; a refusal is text."""
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return {k: v for k, v in part.items() if k not in ("cache_control", "annotations", "logprobs", "citations")}

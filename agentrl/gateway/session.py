@@ -1,0 +1,271 @@
+"""One episode at the gateway: requests become turns of its record, under the limits of the run.
+
+A request is planned when it arrives: which generation it continues, and the ids of its context. What was sampled before is kept verbatim. The
+renderer proves the rest, else a new segment opens, with a counted reason. The generation is recorded when it returns. If another request has
+extended the segment meanwhile, it opens a segment that begins with the same ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from agentrl.core.message_images import load_images
+from agentrl.core.seeds import derive_seed
+from agentrl.errors import Failure, UsageError
+from agentrl.gateway.context_plan import ContextPlan, ContextPlanner, NoRoomError
+from agentrl.gateway.protocol import ModelRequest, Reply, RequestError
+from agentrl.gateway.reply import reply_of
+from agentrl.gateway.turn_recorder import Arrival, Sampled, TurnRecorder
+from agentrl.render.truncation import is_long
+from agentrl.rollout.episode import Episode
+from agentrl.types import StopReason
+
+T = TypeVar("T")
+_MAX_EXCHANGES = 256
+"""requests of an episode that a repetition can join"""
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and its answer, which repetitions of the request receive too."""
+
+    task: asyncio.Task[list[Reply]]
+    connected: Callable[[], bool]
+    """whether the client that sent it still listens"""
+    delivered: bool = False
+
+
+class GatewaySession:
+    """The requests of one episode.
+
+    Args:
+        episode: its recorder, limits, renderer and engine are used.
+        models: names under which the policy is served.
+        side_models: names whose requests are answered by the policy, counted and not recorded as turns.
+    """
+
+    def __init__(self, episode: Episode, models: Sequence[str], side_models: Sequence[str] = ()) -> None:
+        self.episode = episode
+        self.models, self.side_models = tuple(models), tuple(side_models)
+        self.planner = ContextPlanner(episode.recorder, episode.runner.renderer, episode.runner.limits)
+        self.counts: Counter[str] = Counter()
+        """requests by what became of them, and segments by their reason"""
+        self.recorder = TurnRecorder(episode, self.planner, self.counts)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """holds the failure that ends the episode"""
+        self.spent = asyncio.Event()
+        """set when the number of turns is spent"""
+        self.sealed = False
+        self._record = asyncio.Lock()
+        """held while a request is planned or recorded"""
+        self._refused = 0
+        self._requests = 0
+        self._starting = 0
+        """generations that will become turns"""
+        self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
+        self._side_calls: list[dict[str, Any]] = []
+        self._tasks: set[asyncio.Task[list[Reply]]] = set()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, request: ModelRequest, fingerprint: bytes, *, retried: bool, connected: Callable[[], bool]
+    ) -> Exchange:
+        """The exchange of a request: a new one, or that of the request which this one repeats.
+
+        Args:
+            request: the request.
+            fingerprint: equal for requests with the same bytes.
+            retried: the client says that it repeats a request.
+            connected: whether the client still listens.
+
+        Raises:
+            RequestError: the episode has ended, or the model is unknown.
+        """
+        if self.sealed:
+            self.counts["requests after the end"] += 1
+            raise RequestError(
+                403, "the episode of this key has ended; no further request is answered", "episode_ended"
+            )
+        before = self._exchanges.get(fingerprint)
+        lost = before is not None and not before.delivered and not before.connected()
+        if before is not None and (retried or lost) and not _failed(before.task):
+            self.counts["repeated requests"] += 1
+            before.connected = connected
+            return before
+        self.check_model(request.model)
+        made = Exchange(asyncio.ensure_future(self._answer(request)), connected)
+        made.task.add_done_callback(self._finished)
+        self._tasks.add(made.task)
+        self._exchanges[fingerprint] = made
+        self._exchanges.move_to_end(fingerprint)
+        if len(self._exchanges) > _MAX_EXCHANGES:
+            self._exchanges.popitem(last=False)
+        return made
+
+    def _finished(self, task: asyncio.Task[list[Reply]]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved: its client may have left
+
+    def check_model(self, model: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            RequestError: its name is unknown.
+        """
+        if model not in (*self.models, *self.side_models):
+            names = ", ".join((*self.models, *self.side_models))
+            raise RequestError(404, f"the model {model!r:.80} is not served; use one of: {names}", "model_not_found")
+
+    def count_tokens(self, request: ModelRequest) -> int:
+        """Tokens of a request's prompt, rendered as a conversation of its own.
+
+        Raises:
+            RequestError: the chat template refuses it.
+        """
+        self.counts["token counts"] += 1
+        with _refused():
+            return sum(len(ids) for _, ids in self.episode.runner.renderer.prompt(request.messages, request.tools))
+
+    async def _answer(self, request: ModelRequest) -> list[Reply]:
+        request = await _with_images(request)
+        if request.model in self.side_models:
+            return await self._answer_side_call(request)
+        async with self._record:
+            arrival = Arrival(number=self._requests, seen=len(self.recorder.drafts), at=time.perf_counter())
+            self._requests += 1
+            begun = len(self.recorder.drafts) + self._starting + self._refused
+            if begun + request.n > self.episode.runner.limits.max_turns:
+                return self.refuse_budget(StopReason.MAX_TURNS, request)
+            try:
+                plan = await self._in_thread_if_long(self.plan, request)
+            except NoRoomError as e:
+                return self.refuse_budget(e.bound, request)
+            self._starting += request.n
+        try:
+            generations = await self._generations(plan, "policy", arrival.number)
+        finally:
+            self._starting -= request.n
+        async with self._record:
+            return [self.recorder.commit(plan, arrival, choice, sampled) for choice, sampled in enumerate(generations)]
+
+    def plan(self, request: ModelRequest) -> ContextPlan:
+        """Plan a request, as `ContextPlanner.plan`; what the template refuses becomes the error that the client reads."""
+        with _refused():
+            return self.planner.plan(request)
+
+    async def sample(self, plan: ContextPlan, agent: str, number: int, choice: int) -> Sampled:
+        """One generation for a planned request. Its seed follows from the place of the request in the run."""
+        episode = self.episode
+        spec = episode.spec
+        seed = derive_seed(episode.runner.seed, spec.index, spec.attempt, agent, number, choice)
+        sampling = episode.sampling(plan.room, seed)
+        if plan.request.stop:
+            sampling = replace(sampling, stop=(*sampling.stop, *plan.request.stop))
+        generation, seconds = await episode.sample(plan.context, sampling, plan.images)
+        return Sampled(generation, seconds, seed)
+
+    async def _generations(self, plan: ContextPlan, agent: str, number: int) -> list[Sampled]:
+        """The generations of a planned request; a failure ends the episode."""
+        try:
+            return await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
+        except (Failure, UsageError) as e:
+            self.fail(e)
+            raise RequestError(503, "the engine failed; the episode ends", "engine_failure") from e
+
+    async def _in_thread_if_long(self, work: Callable[[ModelRequest], T], request: ModelRequest) -> T:
+        """Render long conversations off the event loop, so that other episodes continue."""
+        return await asyncio.to_thread(work, request) if is_long(request.messages) else work(request)
+
+    def refuse_budget(self, bound: StopReason, request: ModelRequest) -> list[Reply]:
+        """The answer to a request for which a budget has nothing left: an empty generation that was cut by its length.
+
+        A spent number of turns ends the episode, after a while in which the agent may end by itself (`AgentEnv.grace_s`). Refused requests
+        count as turns, so an agent that repeats them ends too.
+        """
+        self.counts[f"refused: {bound.value}"] += 1
+        self._refused += 1
+        self.recorder.bound = bound
+        if bound is StopReason.MAX_TURNS and not self.spent.is_set():
+            self.spent.set()
+        number = f"refused-{self._requests}"
+        return [Reply(text="", finish="length", number=f"{number}-{g}") for g in range(request.n)]
+
+    def fail(self, failure: Failure | UsageError) -> None:
+        """End the episode with a failure."""
+        if not self.failed.done():
+            self.failed.set_exception(failure)
+
+    async def seal(self) -> None:
+        """Answer no further request; generations in flight are not recorded."""
+        self.sealed = True
+        running = [t for t in self._tasks if not t.done()]
+        self.counts["requests in flight at the end"] += len(running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self.failed.done():
+            self.failed.exception()  # retrieved, so that it is not reported as lost
+        for exchange in self._exchanges.values():
+            if exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None:
+                self._mark_undelivered(exchange)
+
+    def summary(self) -> dict[str, Any]:
+        """What the record holds of the requests besides the turns."""
+        counts = {k: n for k, n in sorted(self.counts.items()) if n}
+        return {"counts": counts, **({"side_calls": self._side_calls} if self._side_calls else {})}
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    async def _answer_side_call(self, request: ModelRequest) -> list[Reply]:
+        """Answer a request to a side model: sampled, listed in the summary, and never trained."""
+        self.counts["side calls"] += 1
+        number, renderer = self.counts["side calls"], self.episode.runner.renderer
+        try:
+            with _refused():
+                plan = await self._in_thread_if_long(self.planner.plan_side_call, request)
+        except NoRoomError:
+            raise RequestError(400, "the prompt leaves no room in the context", "context_length_exceeded") from None
+        replies = []
+        for choice, sampled in enumerate(await self._generations(plan, "side", number)):
+            action, length = self.recorder.parse(plan, sampled.generation), len(plan.context)
+            replies.append(reply_of(renderer, action, sampled.generation, request, f"side-{number}-{choice}", length))
+            self._side_calls.append({"model": request.model, "messages": len(request.messages), "text": action.text})
+        return replies
+
+    def _mark_undelivered(self, exchange: Exchange) -> None:
+        if exchange.delivered:
+            return
+        for reply in exchange.task.result():
+            if reply.number.isdigit():
+                self.recorder.drafts[int(reply.number)].info["undelivered"] = True
+                self.counts["answers not delivered"] += 1
+
+
+class _refused:  # noqa: N801  used as a statement: `with _refused():`
+    """Converts what the renderer refuses into the error that the client reads."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UsageError):
+            raise RequestError(400, str(error)) from error
+
+
+async def _with_images(request: ModelRequest) -> ModelRequest:
+    try:
+        return replace(request, messages=await load_images(request.messages))
+    except UsageError as e:
+        raise RequestError(400, str(e)) from e
+
+
+def _failed(task: asyncio.Task[list[Reply]]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
