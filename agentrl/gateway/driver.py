@@ -107,7 +107,7 @@ class PlaybackDriver:
     async def play(self, episode: Episode) -> StopReason:
         """Play the recorded requests and end as the record does."""
         recorded = self.recorded
-        await episode.instance.create(episode.seed)
+        await episode.instance.create(episode.seed, episode.spec.task)
         env = agent_env(episode)
         env.set_outcome({k: v for k, v in recorded.state.items() if k != "gateway"})
         env.gateway = recorded.state.get("gateway", {})

@@ -147,7 +147,7 @@ def _without(t: Trajectory, names: Sequence[str]) -> Trajectory:
 async def _outcome(runner: EpisodeRunner, played: _Played, full_output: ReadOutput) -> Outcome:
     then, decode = played.then, runner.renderer.tokenizer.decode
     divergence = compare(then, played.today, played.departure, decode, full_output)
-    if divergence is not None and divergence.cause == "template" and divergence.turn < 0:
+    if divergence is not None and divergence.cause == "template" and divergence.turn < 0 and runner.driver is None:
         divergence = await _attribute_prompt(runner, then, divergence)
     return Outcome(then.episode_id, divergence, partial=then.stop_reason in EXTERNAL_STOPS)
 
@@ -158,7 +158,7 @@ async def _attribute_prompt(runner: EpisodeRunner, then: Trajectory, divergence:
     text = runner.renderer.tokenizer.decode(span.ids) if span else ""
     episode = Episode(replace(runner, engine=PlaybackGenerator(then)), spec_of(then))
     try:
-        await episode.reset()
+        await episode.open_prompt(await episode.reset())
     except Failure:
         return divergence
     finally:
