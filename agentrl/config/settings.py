@@ -386,9 +386,11 @@ class Config:
     def to_toml(self, defaults: Container[str] | None = None) -> str:
         """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default.
 
-        `defaults` names the settings that are written although they are at their defaults; None: all of them.
+        `defaults` names the settings that are written although they are at their defaults; None: all of them. Sections in which nothing is
+        written are left out then.
         """
-        return tomli_w.dumps(_plain(self, defaults))
+        values = _plain(self, defaults)
+        return tomli_w.dumps(values if defaults is None else {k: v for k, v in values.items() if v or k in TABLES})
 
 
 SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config) if is_dataclass(f.default)}

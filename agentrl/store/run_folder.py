@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import Config, RunSettings
+from agentrl.config import Config, GatewaySettings, RunSettings
 from agentrl.config.settings import field_infos
 from agentrl.core.atomic_write import new_file, new_folder, sync
 from agentrl.core.child_process import process_exists
@@ -195,12 +195,13 @@ _ALWAYS_IN_FINGERPRINT = frozenset(
 def settings_fingerprint(config: Config) -> str:
     """Return a hash of the settings that affect results, with absolute file paths. It is stored with every episode.
 
-    The run's name, its length and the number of processes do not change it.
+    The run's name, its length, the number of processes and the address of the gateway do not change it.
     """
     relevant = replace(
         config,
         run=RunSettings(seed=config.run.seed),
         rollout=replace(config.rollout, num_rollout=1, runner_processes=1),
+        gateway=GatewaySettings(),
     )
     text = relevant.to_toml(defaults=_ALWAYS_IN_FINGERPRINT | set(field_infos(RunSettings)))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
