@@ -67,25 +67,23 @@ def read(body: Mapping[str, Any]) -> ModelRequest:
         n=n,
         stream=body.get("stream") is True,
         calls_allowed=read_tool_choice(body),
-        overridden={k: body[k] for k in OVERRIDDEN if body.get(k) is not None},
+        overridden=read_overridden(body, OVERRIDDEN),
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 
 
 def read_tool_choice(body: Mapping[str, Any]) -> int | None:
-    """Maximum number of calls in the reply; None: the run's.
-
-    Raises:
-        RequestError: a call is required, which sampling cannot promise.
-    """
-    choice = body.get("tool_choice")
-    if choice == "none":
+    """Maximum number of calls in the reply; None: the run's. A call that is required is not forced: the policy samples freely."""
+    if body.get("tool_choice") == "none":
         return 0
-    if choice not in (None, "auto"):
-        raise RequestError(
-            400, f"tool_choice {choice!r:.60} is not served, since the policy samples freely; use auto or none"
-        )
     return 1 if body.get("parallel_tool_calls") is False else None
+
+
+def read_overridden(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """What the client wanted of sampling and does not get, for the record."""
+    overridden = {name: body[name] for name in names if body.get(name) is not None}
+    choice = body.get("tool_choice")
+    return overridden if choice in (None, "auto", "none") else {**overridden, "tool_choice": choice}
 
 
 def write(request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:

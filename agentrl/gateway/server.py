@@ -18,7 +18,9 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from agentrl.gateway.anthropic_messages import MESSAGES
 from agentrl.gateway.openai_chat import CHAT
+from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.protocol import Event, ModelRequest, Protocol, Reply, RequestError
 from agentrl.gateway.session import Exchange, GatewaySession
 
@@ -48,7 +50,12 @@ class Route(NamedTuple):
     """count tokens instead of sampling"""
 
 
-ROUTES: dict[str, Route] = {"/chat/completions": Route(CHAT)}
+ROUTES: dict[str, Route] = {
+    "/chat/completions": Route(CHAT),
+    "/responses": Route(RESPONSES),
+    "/messages": Route(MESSAGES),
+    "/messages/count_tokens": Route(MESSAGES, counts=True),
+}
 """POST, by the path after /v1"""
 
 

@@ -222,14 +222,20 @@ async def test_an_agent_that_hangs_ends_with_the_episodes_time(hermes):
 
 async def test_the_runs_sampling_replaces_the_clients_and_both_are_recorded(hermes):
     async def agent(client):
-        await client.chat([ASK], temperature=0.1, top_p=0.5, seed=3, stop=["th"], max_tokens=30)
+        more = {"tools": [SEARCH], "tool_choice": "required"}
+        await client.chat([ASK], temperature=0.1, top_p=0.5, seed=3, stop=["th"], max_tokens=30, **more)
 
     engine = NotingGenerator(hermes, ["one"])
     t = await play_agent(agent, engine, hermes, temperature=0.7)
     sampling = engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.max_new_tokens) == (0.7, 1.0, ("th",), 30)
     assert t.segments[0].spans[1].temperature == 0.7
-    assert t.turns[0].info["request"]["overridden"] == {"temperature": 0.1, "top_p": 0.5, "seed": 3}
+    assert t.turns[0].info["request"]["overridden"] == {
+        "temperature": 0.1,
+        "top_p": 0.5,
+        "seed": 3,
+        "tool_choice": "required",
+    }
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------
@@ -247,7 +253,6 @@ REFUSED = {
     "an unknown role": ({**BODY, "messages": [{"role": "robot", "content": "x"}]}, 400, "unknown role 'robot'"),
     "a field that is not served": ({**BODY, "web_search_options": {}}, 400, "'web_search_options' is not served"),
     "a value that is not served": ({**BODY, "logprobs": True}, 400, "logprobs = True is not served"),
-    "a required call": ({**BODY, "tool_choice": "required", "tools": [SEARCH]}, 400, "tool_choice 'required'"),
     "a provider's tool": ({**BODY, "tools": [{"type": "web_search"}]}, 400, "tools of type 'web_search'"),
     "n": ({**BODY, "n": 0}, 400, "n must be an integer of at least 1"),
     "too many": ({**BODY, "n": 1000}, 400, "n must be at most 64"),
