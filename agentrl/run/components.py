@@ -20,7 +20,7 @@ from agentrl.core.seeds import derive_seed
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
-from agentrl.env import Env, check_env_args, make_env_class, task_tools
+from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.errors import ConfigError, EnvFailure, TemplateError
 from agentrl.gateway.agent_env import AgentEnv
 from agentrl.gateway.driver import GatewayDriver
@@ -318,6 +318,10 @@ class Components:
                     "leave them out"
                 )
             return None
+        if "process" in (self.config.env.env_isolation, self.env_class.isolation):
+            raise ConfigError(
+                f"{self.env_class.label()} is an AgentEnv and cannot be isolated in a process; give its agent as a `command`, which is one"
+            )
         return GatewayDriver(self.env_class, host=g.gateway_host, port=g.gateway_port, url=g.gateway_url)
 
     def _check_conversation(self) -> None:

@@ -584,3 +584,8 @@ def test_settings_of_servers(model, kind):
 
 async def test_flags_of_the_gateway_are_refused_where_no_agent_uses_it(play):
     assert "is not an AgentEnv" in str((await play({"gateway_port": 1})).error)
+
+
+async def test_an_agents_environment_cannot_be_isolated(play):
+    seen = await play({"env": str(ENV.with_name("joint_agent.py")), "env_isolation": "process"})
+    assert "cannot be isolated" in str(seen.error)
