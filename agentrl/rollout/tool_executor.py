@@ -81,7 +81,7 @@ class ToolExecutor:
         Raises:
             ToolFailure: a tool's infrastructure failed in every attempt; the calls after it are not made.
         """
-        if any((spec := tools.get(call.name)) is not None and spec.fn is None for call in action.calls):
+        if answers_by_calls(tools, action):
             return action
         results: list[ToolResult] = []
         for batch in _batches(tools, action.calls):
@@ -176,6 +176,11 @@ class ToolExecutor:
         if self.save_output is not None and result.sha256 is not None:
             await asyncio.to_thread(self.save_output, result.sha256, text.encode("utf-8", errors="replace"))
         return result
+
+
+def answers_by_calls(tools: Mapping[str, ToolSpec], action: Action) -> bool:
+    """True if a call is of a tool without a function, so that the environment reads the calls and none is made."""
+    return any((spec := tools.get(call.name)) is not None and spec.fn is None for call in action.calls)
 
 
 def _batches(tools: Mapping[str, ToolSpec], calls: Sequence[ToolCall]) -> list[list[ToolCall]]:

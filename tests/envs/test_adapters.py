@@ -1,0 +1,345 @@
+"""Adapters of environments that others wrote, with the genuine packages: contract, replay, seeds, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from doubles import call, make_runner
+
+from agentrl.check import check_env
+from agentrl.check.findings import Severity
+from agentrl.cli.main import main
+from agentrl.core.ports import free_port
+from agentrl.env import check_env_args, make_env_class, task_tools, tasks_of
+from agentrl.envs.adapters import base
+from agentrl.errors import ConfigError, InfraError
+from agentrl.replay.replayer import replay_group
+from agentrl.types import EpisodeSpec, StopReason, Task
+
+SERVERS = Path(sys.executable).parents[1] / "servers/bin"
+TIME = f"{SERVERS / 'mcp-server-time'} --local-timezone UTC"
+GIT = str(SERVERS / "mcp-server-git")
+CONVERT = call("convert_time", source_timezone="Europe/Paris", time="12:00", target_timezone="Asia/Tokyo")
+
+
+async def require_sound(name, args=None, episodes=6, **more):
+    """No errors in the check: its episodes are played twice, together and alone, and are equal."""
+    report = await check_env(make_env_class(name), args, episodes=episodes, **more)
+    assert not [f for f in report.findings if f.severity is Severity.ERROR], str(report)
+    assert report.episodes == 2 * episodes
+    return report
+
+
+async def require_replays(name, script, hermes, args=None, task=None):
+    """An episode and its replay are identical."""
+    env = make_env_class(name)
+    task = task or next(iter(tasks_of(env, "train", args or {})))
+    runner = make_runner(env, script, hermes, env_args=args)
+    played = await runner.run(EpisodeSpec(task, 0, 0))
+    assert played.status.value in ("completed", "truncated"), played.detail
+    (outcome,) = await replay_group(runner, [played])
+    assert outcome.divergence is None, str(outcome.divergence)
+    return played
+
+
+def refused(name, args=None):
+    """The sentence with which an environment is refused."""
+    try:
+        env = make_env_class(name)
+        check_env_args(env, args or {})
+        ready = env(**(args or {})).check_ready()
+        if asyncio.iscoroutine(ready):
+            asyncio.run(ready)
+    except ConfigError as e:
+        return str(e)
+    pytest.fail("it was not refused")
+
+
+class TestGymnasium:
+    @pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1", "CartPole-v1"])
+    @pytest.mark.parametrize("act_by", ["text", "tool"])
+    async def test_it_keeps_the_contract(self, name, act_by):
+        await require_sound(f"gymnasium:{name}", {"act_by": act_by}, episodes=4)
+
+    async def test_a_policy_that_knows_the_way_reaches_the_goal_and_replays(self, hermes):
+        moves = [f"I go.\nAction: {m}" for m in "down down right right down right".split()]
+        played = await require_replays("gymnasium:FrozenLake-v1", moves, hermes, {"is_slippery": False})
+        assert (played.score, played.stop_reason) == (1.0, StopReason.TERMINATED)
+        assert "[S]FFF" in hermes.tokenizer.decode(played.segments[0].spans[0].ids)
+
+    async def test_calls_of_one_turn_are_played_in_order_until_the_end(self, hermes):
+        moves = "".join(call("act", action=m) for m in "down down right right down right up".split())
+        args = {"is_slippery": False, "act_by": "tool"}
+        played = await require_replays("gymnasium:FrozenLake-v1", [moves], hermes, args)
+        assert (played.score, len(played.turns)) == (1.0, 1)
+
+    async def test_text_that_is_no_action_is_answered_and_changes_nothing(self, hermes):
+        played = await require_replays("gymnasium:FrozenLake-v1", ["hmm", "7", "Action: left"], hermes)
+        assert "expected one of left, down, right, up" in played.turns[0].observation.messages[0]["content"]
+        assert "found '7'" in played.turns[1].observation.messages[0]["content"]
+        assert played.turns[2].observation.messages[0]["content"].startswith("(Left)")
+
+    def test_the_splits_have_no_seed_in_common_and_size_is_an_argument(self):
+        env = make_env_class("gymnasium:FrozenLake-v1")
+        seeds = [{t.metadata["seed"] for t in tasks_of(env, split, {"size": 50})} for split in ("train", "test")]
+        assert [len(s) for s in seeds] == [50, 50]
+        assert not seeds[0] & seeds[1]
+
+    @pytest.mark.parametrize(
+        ("name", "args", "what"),
+        [
+            ("gymnasium:", {}, "write, for example, --env gymnasium:FrozenLake-v1"),
+            ("gymnasium:FrozenLake-v9", {}, "did you mean 'FrozenLake-v1'"),
+            ("gymnasium:FrozenLake-v1", {"is_slipery": 1}, "did you mean 'is_slippery'"),
+            ("gymnasium:FrozenLake-v1", {"act_by": "force"}, "act_by must be text or tool"),
+            ("gymnasium:FrozenLake-v1", {"names": ["a"]}, "its actions are Discrete(4)"),
+            ("gymnasium:FrozenLake-v1", {"map_name": "9x9"}, "cannot be made"),
+        ],
+    )
+    def test_what_cannot_work_is_one_sentence(self, name, args, what):
+        assert what in refused(name, args)
+
+    def test_a_space_without_text_is_refused(self):
+        import gymnasium
+        import numpy as np
+
+        class Pixels(gymnasium.Env):
+            observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+            action_space = gymnasium.spaces.Discrete(2)
+
+        gymnasium.register("PixelsForTests-v0", Pixels)
+        assert "its observation space Box(0, 255, (84, 84, 3), uint8) does not fit into text" in refused(
+            "gymnasium:PixelsForTests-v0"
+        )
+
+
+class TestReasoningGym:
+    DATA_SETS = (
+        "chain_sum", "leg_counting", "word_sorting", "basic_arithmetic", "prime_factorization", "number_sorting",
+        "letter_counting", "gcd", "base_conversion", "spell_backward",
+    )  # fmt: skip
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", DATA_SETS)
+    async def test_ten_data_sets_keep_the_contract_and_replay(self, name, hermes):
+        await require_sound(f"reasoning_gym:{name}", {"size": 4}, episodes=4)
+        env = make_env_class(f"reasoning_gym:{name}")
+        task = next(iter(tasks_of(env, "train", {"size": 4})))
+        right = await require_replays(
+            f"reasoning_gym:{name}", [f"<answer>{task.label}</answer>"], hermes, {"size": 4}, task
+        )
+        assert right.score == 1.0
+
+    @pytest.mark.slow
+    def test_the_configuration_is_given_as_arguments(self):
+        env = make_env_class("reasoning_gym:chain_sum")
+        tasks = list(tasks_of(env, "train", {"size": 20, "min_terms": 2, "max_terms": 2, "answer": "text"}))
+        assert all(t.prompt.partition("problem:")[2].count(" + ") + t.prompt.count(" - ") == 1 for t in tasks)
+        assert "did you mean 'max_terms'" in refused("reasoning_gym:chain_sum", {"max_term": 3})
+        assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum", {"max_terms": 1})
+        assert "did you mean 'chain_sum'" in refused("reasoning_gym:chain_sums")
+        with pytest.raises(ConfigError, match="leave --prompt-data out"):
+            env.check_task(Task("0", "1 + 1?", "2"))
+
+
+class TestTextArena:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "TowerOfHanoi-v0", "Secretary-v0"])
+    async def test_games_for_one_keep_the_contract_and_replay(self, name, hermes):
+        await require_sound(f"textarena:{name}", episodes=4)
+        await require_replays(f"textarena:{name}", ["[10]", "[A B]", "[accept]"], hermes)
+
+    @pytest.mark.slow
+    def test_a_game_leaves_the_global_random_state_alone(self):
+        import random
+
+        env = make_env_class("textarena:GuessTheNumber-v0")()
+        random.seed(5)
+        before = random.getstate()
+        env.reset(Task("0", ""), seed=0, group_seed=0)
+        assert random.getstate() == before
+
+    @pytest.mark.slow
+    def test_a_number_of_players_that_does_not_fit_is_refused(self):
+        assert "one player cannot play this game" in refused("textarena:ConnectFour-v0")
+        assert "no such game" in refused("textarena:ConnectFive-v0")
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory):
+    """OpenEnv's own template, started as its documentation says; its address."""
+    folder = tmp_path_factory.mktemp("openenv")
+    command = [str(Path(sys.executable).with_name("openenv")), "init", "echo_env", "--output-dir", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    app = folder / "echo_env/server/app.py"
+    app.write_text(app.read_text().replace("max_concurrent_envs=1", "max_concurrent_envs=16"))
+    port = free_port()
+    server = [sys.executable, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(port), "--log-level", "error"]
+    process = subprocess.Popen(server, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)})
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            assert httpx.get(f"{address}/health").status_code == 200
+            break
+        except httpx.TransportError:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+    yield address, process
+    process.kill()
+    process.wait()
+
+
+class TestOpenEnv:
+    @pytest.mark.full
+    async def test_its_own_server_keeps_the_contract_and_replays(self, echo, hermes):
+        address, _ = echo
+        await require_sound(f"openenv:{address}", episodes=4)
+        await require_sound(f"openenv:{address}", {"act_by": "tool"}, episodes=4)
+        played = await require_replays(
+            f"openenv:{address}", ["hello", "a longer message"], hermes, {"prompt": "Write."}
+        )
+        assert "echoed_message: hello" in played.turns[0].observation.messages[0]["content"]
+        assert played.turns[1].reward == pytest.approx(1.6)
+
+    @pytest.mark.full
+    async def test_a_server_that_dies_in_an_episode_is_infrastructure(self, echo, hermes):
+        address, process = echo
+
+        def kill(request):
+            if request.turn == 1:
+                process.kill()
+            return "hello"
+
+        runner = make_runner(make_env_class(f"openenv:{address}"), kill, hermes)
+        played = await runner.run(EpisodeSpec(Task("0", "Write."), 0, 0))
+        assert (played.stop_reason, played.status.value) == (StopReason.ENV_FAILURE, "failed")
+        assert f"the OpenEnv server {address} failed" in played.detail
+
+    @pytest.mark.slow
+    def test_a_server_that_is_down_is_refused_before_the_start(self):
+        assert "does not answer" in refused("openenv:http://127.0.0.1:9")
+        assert "expected the URL of a server" in refused("openenv:localhost")
+
+
+class TestMcp:
+    @pytest.fixture
+    def time_env(self):
+        return make_env_class(f"mcp:{TIME}")
+
+    @pytest.mark.slow
+    async def test_a_server_over_stdio_is_called_and_closed(self, time_env, hermes):
+        played = await require_replays(f"mcp:{TIME}", [CONVERT, "done"], hermes, task=Task("0", "Convert."))
+        assert json.loads(played.turns[0].action.results[0].content)["time_difference"] == "+8.0h"
+        assert not [p for p in psutil.Process().children(recursive=True) if "mcp-server" in " ".join(p.cmdline())]
+
+    @pytest.mark.slow
+    async def test_the_contract_holds_for_a_second_server(self, tmp_path):
+        repository = tmp_path / "repository"
+        subprocess.run(["git", "init", "-q", str(repository)], check=True)  # noqa: ASYNC221
+        args = {"allow": ["git_status", "git_log"], "concurrency": 4}
+        await require_sound(f"mcp:{GIT} --repository {repository}", args, episodes=2)
+
+    @pytest.mark.slow
+    async def test_a_tools_error_is_read_by_the_policy_and_a_dead_server_fails_the_episode(self, time_env, hermes):
+        bad = call("convert_time", source_timezone="Mars/Base", time="12:00", target_timezone="Asia/Tokyo")
+
+        def kill(request):
+            if request.turn == 1:
+                for child in psutil.Process().children(recursive=True):
+                    if "mcp-server-time" in " ".join(child.cmdline()):
+                        child.kill()
+            return bad if request.turn == 0 else CONVERT
+
+        played = await make_runner(time_env, kill, hermes).run(EpisodeSpec(Task("0", "Convert."), 0, 0))
+        assert played.turns[0].action.results[0].is_error
+        assert "Invalid timezone" in played.turns[0].action.results[0].content
+        assert (played.stop_reason, played.status.value) == (StopReason.TOOL_FAILURE, "failed")
+
+    @pytest.mark.full
+    async def test_a_server_over_http_is_called(self, tmp_path, hermes):
+        command, *arguments = TIME.split()
+        config = tmp_path / "mcp.json"
+        config.write_text(json.dumps({"mcpServers": {"time": {"command": command, "args": arguments}}}))
+        port = free_port()
+        fastmcp = shutil.which("fastmcp", path=str(Path(sys.executable).parent))
+        server = subprocess.Popen(  # noqa: ASYNC220
+            [fastmcp, "run", str(config), "--transport", "http", "--port", str(port), "--no-banner", "-l", "ERROR"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            env = make_env_class(f"mcp:http://127.0.0.1:{port}/mcp")
+            specs, deadline = [], time.monotonic() + 60
+            while not specs:
+                try:
+                    specs = await asyncio.to_thread(task_tools, env(), None)
+                except InfraError:
+                    assert server.poll() is None
+                    assert time.monotonic() < deadline
+            played = await require_replays(env.name, [CONVERT, "done"], hermes, task=Task("0", "Convert."))
+            assert "+8.0h" in played.turns[0].action.results[0].content
+        finally:
+            server.terminate()
+            server.wait()
+
+    @pytest.mark.slow
+    def test_what_cannot_work_is_one_sentence(self):
+        assert "No such file" in refused("mcp:/nonexistent/server")
+        assert "does not answer" in refused("mcp:http://127.0.0.1:9/mcp")
+        assert "have a tool 'get_current_time'" in refused(f"mcp:{TIME}", {"more": [f"{TIME} "]})
+        assert "no server has the tool 'get_tim'" in refused(f"mcp:{TIME}", {"allow": ["get_tim"]})
+
+
+class TestVerifiers:
+    @pytest.fixture
+    def sums(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        return "verifiers:sums_taskset"
+
+    @pytest.mark.slow
+    async def test_a_taskset_is_scored_by_its_rewards(self, sums, hermes):
+        await require_sound(sums, {"test_size": 3}, episodes=4)
+        played = await require_replays(sums, ["6"], hermes, {"test_size": 3})
+        assert (played.task.id, played.score) == ("train-3", 2.0)
+        assert len(list(tasks_of(make_env_class(sums), "train", {"test_size": 3, "digits": 2}))) == 97
+
+    @pytest.mark.slow
+    def test_what_cannot_work_is_one_sentence(self, sums):
+        assert "not found" in refused("verifiers:no_such_taskset")
+        assert "is refused" in refused(sums, {"digit": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        ("textarena:Wordle-v0", "textarena", "textarena"),
+        ("reasoning_gym:gcd", "reasoning_gym.factory", "reasoning-gym"),
+        ("openenv:http://127.0.0.1:9", "openenv.core.generic_client", "openenv"),
+        ("mcp:none", "mcp.client.client", "mcp"),
+        ("verifiers:none", "verifiers.v1.utils.loaders", "verifiers"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name, module, extra, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    base._class_of.cache_clear()
+    assert main(["check", "--env", name]) == 2
+    assert f"pip install 'agentrl[{extra}]'" in capsys.readouterr().err
+
+
+def test_naming_an_adapter_loads_only_its_own_package():
+    code = (
+        "import sys; from agentrl.env import make_env_class; make_env_class('gymnasium:FrozenLake-v1'); "
+        "print({'textarena', 'reasoning_gym', 'openenv', 'mcp', 'verifiers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
