@@ -165,6 +165,12 @@ def _end_now(reason: str) -> NoReturn:
 
 def runner_of(components: Components, split: str, engine: Any = None) -> EpisodeRunner:
     """A runner with the seed and the temperature of a split: 'train' or 'eval/NAME'."""
+    for name, function in (
+        ("custom-generate-function-path", components.generate_function),
+        ("rollout-function-path", components.rollout_function),
+    ):
+        if function is not None:
+            raise ConfigError(f"episodes of --{name} cannot be played again; `agentrl view` and `rescore` read them")
     return components.runner(engine, components.runner_settings(split))
 
 

@@ -44,7 +44,8 @@ def resolve_played(args: argparse.Namespace, rest: Sequence[str], *, scored: boo
             f"no environment is given; give --env NAME|FILE.py (search_r1 is the example), or tasks with {data} "
             "and their --reward NAME|FILE.py"
         )
-    if scored and not config.env.reward:
+    e = config.env
+    if scored and not (e.reward or e.custom_rm_path or e.custom_generate_function_path or e.rollout_function_path):
         raise ConfigError(
             "nothing scores the answers to the tasks; give --reward NAME|FILE.py, or an environment with --env"
         )

@@ -29,6 +29,10 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
             env=env.env and _code(env.env),
             reward=tuple(map(_code, env.reward)),
             context_policy=env.context_policy and _code(env.context_policy),
+            custom_generate_function_path=env.custom_generate_function_path
+            and _code(env.custom_generate_function_path),
+            custom_rm_path=env.custom_rm_path and _code(env.custom_rm_path),
+            rollout_function_path=env.rollout_function_path and _code(env.rollout_function_path),
         ),
         data=replace(data, prompt_data=data.prompt_data and _data(data.prompt_data)),
         eval=replace(config.eval, eval_prompt_data=tuple(eval_data)),

@@ -25,6 +25,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     if config.train.kl_loss_coef and not config.train.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss")
     _check_engine(config)
+    _check_functions(config)
     _check_eval_data(config.eval.eval_prompt_data)
     unread = [f"{_flag(name)} has no effect {what}" for name, what in _without_effect(config) if name in given]
     if unread:
@@ -36,6 +37,8 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     engine, train, data = config.engine, config.train, config.data
     if not train.use_kl_loss and _changed(train, "kl_loss_type"):
         yield "kl_loss_type", "without --use-kl-loss; add --use-kl-loss"
+    if config.env.group_rm and not config.env.custom_rm_path:
+        yield "group_rm", "without --custom-rm-path; add it, or mark a reward with @reward(group=True)"
     if not train.use_tis and _changed(train, "tis_threshold"):
         yield "tis_threshold", "without --use-tis; add --use-tis"
     if not (data.prompt_data or config.eval.eval_prompt_data):
@@ -77,6 +80,15 @@ def _check_rollout(config: Config) -> None:
             "with --rollout-top-p or --rollout-top-k, episodes are sampled from another distribution than the "
             "trainer's; give --allow-truncated-sampling to train on them"
         )
+
+
+def _check_functions(config: Config) -> None:
+    """Functions written for slime run in this process."""
+    if config.rollout.runner_processes == 1:
+        return
+    for name in ("custom_generate_function_path", "rollout_function_path"):
+        if getattr(config.env, name):
+            raise ConfigError(f"{_flag(name)} runs in one process; leave out --runner-processes")
 
 
 def _check_engine(config: Config) -> None:

@@ -103,6 +103,16 @@ class EnvSettings:
     """rewards, each NAME or NAME=WEIGHT (default: the environment's)
 
     A name is registered, or `module:function`, or `file.py:function`. A file with one reward needs no function name."""
+    custom_rm_path: Annotated[str | None, "MODULE.FUNCTION"] = None
+    """reward function written for slime: `async f(args, sample)`, or `file.py:f` (default: --reward)"""
+    group_rm: bool = False
+    """--custom-rm-path scores the samples of a group at once: `f(args, samples)` returns a list"""
+    custom_generate_function_path: Annotated[str | None, "MODULE.FUNCTION"] = None
+    """generate function written for slime, which plays each episode: `async f(args, sample, sampling_params)` (default: --env)
+
+    Every token that it marks as trained must be one that the engine sampled."""
+    rollout_function_path: Annotated[str | None, "MODULE.FUNCTION"] = None
+    """rollout function written for slime: `f(args, rollout_id, data_source, evaluation)` returns groups of samples (default: none)"""
     reward_key: Annotated[str | None, "NAME"] = None
     """component that counts, of a reward that returns a dict (default: all of them, each with the reward's weight)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.engine.base import Engine
+from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.rollout import Rollout, Runner
 from agentrl.run.components import Components, RunnerSettings
 from agentrl.run.report import Report
+from agentrl.slime_hooks.rollout_function import GetSpecs, play_rollout
+from agentrl.slime_hooks.runner import SlimeRunner
 from agentrl.store import exactness_violations
 from agentrl.store.run_folder import RunFolder, settings_fingerprint
 from agentrl.types import EpisodeSpec, Group, Trajectory
@@ -72,13 +75,29 @@ class Collector:
             violations = await asyncio.to_thread(self._record, ordered, step, split)
         return CollectedEpisodes(complete, causes, violations)
 
+    async def collect_by_function(
+        self, function: Callable[..., Any], get_specs: GetSpecs, *, policy_version: int, step: int
+    ) -> CollectedEpisodes:
+        """Have a rollout function (--rollout-function-path) play groups that `get_specs` hands out, and record its episodes."""
+        settings = self.components.runner_settings("train", policy_version=policy_version)
+        runner = self.components.slime_runner(self.engine, settings, function)
+        groups, causes = await play_rollout(function, runner, get_specs, step)
+        ordered = sorted((t for g in groups for t in g.trajectories), key=lambda t: t.index)
+        violations = await asyncio.to_thread(self._record, ordered, step, "train")
+        return CollectedEpisodes(groups, causes, violations)
+
     @asynccontextmanager
     async def _runner(self, settings: RunnerSettings) -> AsyncIterator[Runner]:
         if self.processes is not None:
             async with self.processes.rollout(settings) as runner:
                 yield runner
             return
-        local_runner = self.components.runner(self.engine, settings)
+        function = self.components.generate_function
+        local_runner: EpisodeRunner | SlimeRunner
+        if function is not None:
+            local_runner = self.components.slime_runner(self.engine, settings, function)
+        else:
+            local_runner = self.components.runner(self.engine, settings)
         try:
             yield local_runner
         finally:

@@ -27,7 +27,7 @@ from agentrl.gateway.driver import GatewayDriver
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
-from agentrl.reward import Scorer, resolve_rewards
+from agentrl.reward import Reward, Scorer, resolve_rewards
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.process_pool import ProcessPool
@@ -35,6 +35,9 @@ from agentrl.rollout.process_worker import Notify
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.model_folder import model_folder
+from agentrl.slime_hooks.modules import arguments, load_function
+from agentrl.slime_hooks.rewards import slime_reward
+from agentrl.slime_hooks.runner import SlimeRunner
 from agentrl.tool import tool_names
 from agentrl.train.rows import NO_IMAGES
 
@@ -55,6 +58,7 @@ class RunnerSettings:
     top_k: int = -1
     max_response_tokens: int | None = None
     """None: as in training"""
+    evaluation: bool = False
     keep: SaveOutput | None = None
     """called with the full tool outputs that were truncated for the policy"""
 
@@ -91,9 +95,9 @@ class Components:
         self._pools: ThreadPools | None = None
         self._check_conversation()
         self.tasks = TaskSets(config, self.env_class, self.renderer)
-        self.scorer = Scorer(
-            resolve_rewards(config.env.reward or self.env_class.rewards), reward_key=config.env.reward_key
-        )
+        self.scorer = Scorer(self._rewards(), reward_key=config.env.reward_key)
+        self.generate_function = self._slime_function("custom_generate_function_path")
+        self.rollout_function = self._slime_function("rollout_function_path")
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = self._context_length()
         self.trains = trains
@@ -202,31 +206,60 @@ class Components:
             top_p=top_p if e.eval_top_p is None else e.eval_top_p,
             top_k=top_k if e.eval_top_k is None else e.eval_top_k,
             max_response_tokens=e.eval_max_response_len,
+            evaluation=True,
         )
 
     def runner(self, generator: Generator, settings: RunnerSettings, *, processes: int = 1) -> EpisodeRunner:
         """A runner of the environment. `processes`: the number of runner processes, which share the limits of tools."""
         if self._pools is None:
             self._pools = ThreadPools(self.env_class, settings.keep, processes, self.config.env.env_isolation)
-        limits = self.limits()
-        if settings.max_response_tokens is not None:
-            limits = replace(limits, max_response_tokens=settings.max_response_tokens)
-        sampling = SamplingParams(
-            max_new_tokens=1, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
-        )
         return EpisodeRunner(
             make_env=self.make_env,
             env_class=self.env_class,
             engine=generator,
             renderer=self.renderer,
             scorer=self.scorer,
-            limits=limits,
-            sampling=sampling,
+            limits=self._limits(settings),
+            sampling=_sampling(settings),
             seed=settings.seed,
             context_policy=self.context_policy,
             pools=self._pools,
             driver=self.driver,
         )
+
+    def slime_runner(self, generator: Generator, settings: RunnerSettings, function: Callable[..., Any]) -> SlimeRunner:
+        """A runner of a generate or rollout function that was written for slime."""
+        sampling = _sampling(settings)
+        return SlimeRunner(
+            generate=function,
+            args=arguments(self.config, self.folder, sampling),
+            engine=generator,
+            renderer=self.renderer,
+            scorer=self.scorer,
+            limits=self._limits(settings),
+            sampling=sampling,
+            seed=settings.seed,
+            evaluation=settings.evaluation,
+        )
+
+    def _limits(self, settings: RunnerSettings) -> Limits:
+        limits = self.limits()
+        if settings.max_response_tokens is None:
+            return limits
+        return replace(limits, max_response_tokens=settings.max_response_tokens)
+
+    def _slime_function(self, name: str) -> Callable[..., Any] | None:
+        path = getattr(self.config.env, name)
+        return load_function(name.replace("_", "-"), path) if path else None
+
+    def _rewards(self) -> tuple[Reward, ...]:
+        """The rewards of --reward, else of the environment, and that of --custom-rm-path."""
+        env = self.config.env
+        rewards = resolve_rewards(env.reward or (() if env.custom_rm_path else self.env_class.rewards))
+        if (function := self._slime_function("custom_rm_path")) is None:
+            return rewards
+        args = arguments(self.config, self.folder, SamplingParams(1, self.config.rollout.rollout_temperature))
+        return (*rewards, slime_reward(function, args, self.tokenizer.decode, group=env.group_rm))
 
     def runner_processes(self, engine: Engine) -> ProcessPool | None:
         """The processes of `--runner-processes`, attached to the engine's servers; None if episodes run in this process."""
@@ -394,6 +427,12 @@ def runner_maker(config: Config) -> Callable[[RunnerSettings, Notify], tuple[Epi
         return components.runner(fleet, settings, processes=config.rollout.runner_processes), fleet
 
     return make
+
+
+def _sampling(settings: RunnerSettings) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=1, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
+    )
 
 
 def _day(text: str | None) -> datetime.datetime | None:

@@ -134,8 +134,13 @@ class EpisodeRun:
     async def rollout(self, step: int) -> tuple[list[Group], StageReport]:
         """Play and record the next `rollout_batch_size` groups of episodes."""
         started = time.perf_counter()
-        groups = self.source.get_samples(self.config.rollout.rollout_batch_size)
-        episodes = await self.collector.collect(groups, policy_version=self.policy_version, step=step, split="train")
+        version, function = self.policy_version, self.components.rollout_function
+        if function is not None:
+            get_specs = self.source.get_samples
+            episodes = await self.collector.collect_by_function(function, get_specs, policy_version=version, step=step)
+        else:
+            groups = self.source.get_samples(self.config.rollout.rollout_batch_size)
+            episodes = await self.collector.collect(groups, policy_version=version, step=step, split="train")
         self.report.add_episodes(*episodes)
         seconds = time.perf_counter() - started
         return episodes.groups, StageReport(rollout_metrics(*episodes), {"rollout_s": seconds})

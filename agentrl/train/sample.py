@@ -168,7 +168,7 @@ def to_samples(
     """
     if trajectory.status in (Status.FAILED, Status.ABORTED):
         return []
-    samples = [_segment_sample(trajectory, i, decode, demonstrations) for i in range(len(trajectory.segments))]
+    samples = [segment_sample(trajectory, i, decode, demonstrations) for i in range(len(trajectory.segments))]
     samples = [s for s in samples if any(s.loss_mask or ())]
     for sample in samples:
         if sample.multimodal_inputs and pixels:
@@ -176,9 +176,10 @@ def to_samples(
     return samples
 
 
-def _segment_sample(
+def segment_sample(
     t: Trajectory, index: int, decode: Callable[[Sequence[int]], str] | None, demonstrations: bool
 ) -> Sample:
+    """The sample of one segment, also if nothing in it is trained; see `to_samples`."""
     spans = t.segments[index].spans
     images = [placed.image for placed in t.segments[index].images]
     first = next((i for i, s in enumerate(spans) if s.provenance is not Provenance.PROMPT), len(spans))

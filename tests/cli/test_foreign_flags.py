@@ -130,6 +130,39 @@ def test_flags_without_effect_are_accepted_and_named_once_for_each_reason(caplog
         read("--actor-num-nodes", "2")
 
 
+SCRIPT = """
+--hf-checkpoint M --ref-load M_torch_dist --load RUN --save RUN --save-interval 20 --prompt-data train.jsonl --input-key prompt
+--label-key reward_model --apply-chat-template --rollout-shuffle --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+--rollout-max-response-len 512 --rollout-temperature 0.8 --global-batch-size 256 --balance-data --eval-interval 20
+--eval-prompt-data aime aime-2024.jsonl --n-samples-per-eval-prompt 16 --eval-max-response-len 16384 --eval-top-p 0.7
+--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 --advantage-estimator grpo --use-kl-loss
+--kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6
+--lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --rollout-num-gpus-per-engine 2
+--sglang-mem-fraction-static 0.7 --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+--attention-softmax-in-fp32 --attention-backend flash --actor-num-nodes 1 --actor-num-gpus-per-node 4 --colocate --engine sglang
+--swiglu --num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --num-attention-heads 16 --use-rotary-position-embeddings
+--disable-bias-linear --add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention
+--num-query-groups 2 --vocab-size 151936
+"""
+"""The flags of slime's search-r1 and retool scripts, and those of its file for the model."""
+SEARCH_R1 = (
+    "--custom-generate-function-path generate_with_search.generate --custom-rm-path generate_with_search.reward_func"
+)
+RETOOL = "--custom-generate-function-path generate_with_retool.generate --custom-rm-path generate_with_retool.reward_func --reward-key score"
+
+
+@pytest.mark.parametrize("functions", [SEARCH_R1, RETOOL], ids=["search-r1", "retool"])
+def test_the_flags_of_slimes_scripts_are_accepted_as_they_are(functions):
+    config = build_config(read(*SCRIPT.split(), *functions.split()))
+    assert config.train.kl_loss_type == "low_var_kl"
+    assert config.env.custom_generate_function_path.endswith("generate")
+    assert config.run.run == "RUN"
+    assert config.megatron["tensor_model_parallel_size"] == 2
+    assert config.sglang == {"mem_fraction_static": 0.7}
+
+
 def test_the_command_line_takes_and_refuses_them(here, capsys):
     assert main(["train", "--num_generations", "0"]) == 2
     assert capsys.readouterr().err == "agentrl train: --n-samples-per-prompt must be at least 1, found 0\n"

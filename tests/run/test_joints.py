@@ -465,6 +465,10 @@ CASES = [
 ]  # fmt: skip
 ELSEWHERE = {
     "env": "every case names one, and its tasks are what is played",
+    "custom_rm_path": "needs a function: test_slime_hooks.py",
+    "group_rm": "needs a function: test_slime_hooks.py",
+    "custom_generate_function_path": "needs a function: test_slime_hooks.py",
+    "rollout_function_path": "needs a function: test_slime_hooks.py",
     "log_level": "changes what is logged, nothing in the run",
     "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
     "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",
