@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.train.attention_blocks import attention_calls
-from agentrl.train.megatron.attention_kernels import CpuFlash, Dense, kernel_for
+from agentrl.train.megatron.attention_kernels import CpuFlash, CudaFlash, Dense, kernel_for
 from agentrl.train.megatron.tree_attention import attention_plan, context_ranges, tree_attention
 from agentrl.train.token_tree import token_tree
 
@@ -98,6 +98,18 @@ def test_padding_of_any_length_gives_finite_numbers():
 
 def test_the_kernel_follows_device_and_dtype():
     assert isinstance(kernel_for(torch.zeros(1)), CpuFlash)
+
+
+def test_the_calls_of_the_gpu_kernel_fit_its_signature():
+    """On the meta device, which computes shapes only; one branch has a single token."""
+    rows = [np.concatenate([np.arange(20 + 3 * i), 100 * i + 100 + np.arange(4 if i else 1)]) for i in range(5)]
+    tree = token_tree(rows)
+    local = [(0, len(tree.tokens))]
+    plan = attention_plan(attention_calls(tree.paths, local), local, "meta")
+    q, k, v = (x.to("meta", torch.bfloat16).requires_grad_() for x in tensors(len(tree.tokens)))
+    out = tree_attention(q, k, v, plan, SCALE, CudaFlash())
+    assert out.shape == q.shape
+    assert [x.shape for x in gradients(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
 def test_context_ranges_are_a_partition_with_both_ends_on_one_rank():

@@ -53,20 +53,23 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        starts = (s.query_starts, s.key_starts, max(s.query_lengths), max(s.key_lengths))
-        out, lse, *_ = _aten._flash_attention_forward(q, k, v, *starts, 0.0, s.causal, False, scale=scale)
+        out, lse, *_ = _aten._flash_attention_forward(q, k, v, *self._starts(s), 0.0, s.causal, False, scale=scale)
         return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        starts = (s.query_starts, s.key_starts, max(s.query_lengths), max(s.key_lengths))
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         grads: tuple[Tensor, Tensor, Tensor] = _aten._flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *starts, 0.0, s.causal, *no_dropout, scale=scale
+            grad, q, k, v, out, lse.contiguous(), *self._starts(s), 0.0, s.causal, *no_dropout, scale=scale
         )
         return grads
+
+    @staticmethod
+    def _starts(s: Sequences) -> tuple[Tensor, Tensor, int, int]:
+        # for queries of length 1 the kernel would return the log-sum-exp in another shape; the maximum may be larger than any length
+        return s.query_starts, s.key_starts, max(2, *s.query_lengths), max(s.key_lengths)
 
 
 class _BySequence:

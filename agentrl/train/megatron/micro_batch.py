@@ -111,11 +111,12 @@ def _predictions(
     """Index, label and temperature of the different predictions, and the prediction of each chosen token."""
     if not len(places):
         return np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)
-    labels = _gathered(rows, chosen, places, "tokens").astype(np.int64)
+    index, labels = here[places], _gathered(rows, chosen, places, "tokens").astype(np.int64)
     temperature = _gathered(rows, chosen, places, "temperature")
-    keys = np.stack([here[places], labels, temperature.view(np.int32).astype(np.int64)])
-    keys, first, prediction = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    return keys[0], keys[1], temperature[first], prediction.reshape(-1)
+    values, kind = np.unique(temperature, return_inverse=True)
+    keys = (index * (labels.max() + 1) + labels) * len(values) + kind.reshape(-1)
+    _, first, prediction = np.unique(keys, return_index=True, return_inverse=True)
+    return index[first], labels[first], temperature[first], prediction.reshape(-1)
 
 
 def _token_data(
