@@ -10,6 +10,7 @@
     ├── InvariantError (ValueError)        an inconsistent Sample, Span or Batch: a bug, not bad data
     ├── StoreError (OSError)               a record that cannot be read or written
     ├── WorkerError (RuntimeError)         a trainer process died, hung or raised
+    ├── NonFiniteError (ArithmeticError)   the loss or a gradient of an optimizer step is not finite
     ├── TooManyFailuresError (RuntimeError)  a rollout lost more episodes than max_failure_share allows
     └── Failure (RuntimeError)             infrastructure failed during an episode; it becomes the stop reason, never a reward of 0
         ├── EngineFailure                  the engine did not respond, or its response is invalid
@@ -81,6 +82,10 @@ class StoreError(AgentRLError, OSError):
 
 class WorkerError(AgentRLError, RuntimeError):
     """A worker process died, hung or raised. The message holds the end of its log."""
+
+
+class NonFiniteError(AgentRLError, ArithmeticError):
+    """The loss or a gradient of an optimizer step is not finite. The step was not taken; weights and optimizer are unchanged."""
 
 
 class TooManyFailuresError(AgentRLError, RuntimeError):

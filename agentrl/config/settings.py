@@ -61,6 +61,10 @@ class RunSettings:
     """checkpoints to keep, newest first; 0: keep all"""
     tensorboard: bool = True
     """write TensorBoard events into the run folder"""
+    profile: Annotated[int | None, Field(ge=1)] = None
+    """number of an optimizer step to profile, from 1 (default: none)
+
+    Each trainer rank writes a trace of the step into profile/ of the run folder, for ui.perfetto.dev, and a table of its operators."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(exclude=True)] = "info"
     """lowest severity of logged messages
 
@@ -310,6 +314,10 @@ class TrainSettings:
     """learning-rate schedule over --num-rollout, down to a tenth of --lr
 
     `agentrl sft` decays linearly to a twentieth of --lr, both with linear and with cosine."""
+    non_finite_step: Literal["stop", "skip"] = "stop"
+    """an optimizer step whose loss or gradient is not finite: stop the run, or leave the step out and go on
+
+    The message names episode, turn and token. The weights are those before the step in either case."""
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
     """maximum tokens of a micro-batch on a trainer rank, padding included
 

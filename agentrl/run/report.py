@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -42,6 +43,7 @@ class Report:
         )
         self._started = time.perf_counter()
         self._last: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+        self._rates: Mapping[str, float] = {}
         self._last_causes = CauseTable()
         self._tensorboard: Writer | None = None
 
@@ -67,8 +69,14 @@ class Report:
         self.totals["exactness_violations"] += violations
         self.totals["turns"] += sum(len(t.turns) for g in groups for t in g.trajectories)
 
-    def add_step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Add the metrics of a finished step of the loop."""
+    def add_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+        rates: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Add the metrics of a finished step of the loop. `rates` are what else was measured; TensorBoard and the step's line show them."""
         if "reward" in metrics:
             self.rewards.append((step, metrics["reward"]))
         self.totals["rollouts"] += 1
@@ -76,7 +84,8 @@ class Report:
         for name, value in seconds.items():
             self.totals[name] += value
         self._last = (metrics, seconds)
-        self._write_events(step, metrics)
+        self._rates = rates
+        self._write_events(step, {**metrics, **rates})
 
     def add_evaluation(self, step: int, name: str, metrics: Mapping[str, float], seconds: float) -> None:
         """Add the metrics of an evaluation set."""
@@ -100,6 +109,10 @@ class Report:
                 f"|engine-trainer| {metrics.get('train/rollout_log_prob_diff_max', 0):.1e}",
             ]
         parts += [f"{name[:-2]} {value:.1f} s" for name, value in seconds.items()]
+        if "train/tokens_per_s" in self._rates:
+            parts.append(f"{self._rates['train/tokens_per_s']:.0f} tokens/s")
+        if "train/mfu" in self._rates:
+            parts.append(f"MFU {self._rates['train/mfu']:.2f}")
         if metrics["failures"]:
             parts.append(f"FAILURES {metrics['failures']:.0f}")
         return self._with_causes("  ".join(parts))

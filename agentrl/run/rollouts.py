@@ -150,8 +150,9 @@ class EpisodeRun:
         metrics = {name: value for stage in stages for name, value in stage.metrics.items()}
         seconds = {name: value for stage in stages for name, value in stage.seconds.items()}
         self.folder.metrics.write({"step": step, **metrics})
-        self.folder.timings.write({"step": step, **seconds, **self.further_timings()})
-        self.report.add_step(step, metrics, seconds)
+        further = self.further_timings()
+        self.folder.timings.write({"step": step, **seconds, **further})
+        self.report.add_step(step, metrics, seconds, further)
         self.log.echo(self.report.step_line(step))
 
     def further_timings(self) -> dict[str, float]:

@@ -19,11 +19,11 @@ from agentrl.core.program_name import command
 from agentrl.core.seeds import derive_seed
 from agentrl.data.conversations import Census, read_conversations
 from agentrl.data.row_files import SUFFIXES, data_files, data_suffix
-from agentrl.errors import DataError
+from agentrl.errors import DataError, NonFiniteError
 from agentrl.run.components import Components
 from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo, RunLog
-from agentrl.run.training import recorded_step
+from agentrl.run.training import recorded_step, skip_or_stop
 from agentrl.store import Recording, from_record
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Row, Trainer
@@ -55,8 +55,15 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
             for step, batch in enumerate(batches):
                 lr = sft_learning_rate(config, step, len(batches))
                 rows = sft_rows(batch, config)
-                metrics = await recorded_step(trainer, folder, rows, LossConfig(kind="sft"), lr, step, step + 1)
+                try:
+                    metrics, rates = await recorded_step(
+                        trainer, folder, rows, LossConfig(kind="sft"), lr, step, step + 1
+                    )
+                except NonFiniteError as e:
+                    skip_or_stop(config, step + 1, e)
+                    continue
                 folder.metrics.write({"step": step, **{f"train/{name}": value for name, value in metrics.items()}})
+                folder.timings.write({"step": step, **{f"train/{name}": value for name, value in rates.items()}})
                 if step % PROGRESS_STEPS == 0 or step == len(batches) - 1:
                     log.echo(
                         f"step {step + 1:>5} of {len(batches)}  loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.2f}  "

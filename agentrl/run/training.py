@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import shlex
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from agentrl.config import Config
 from agentrl.core.program_name import command
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.run.components import Components
 from agentrl.run.evaluation import evaluate
 from agentrl.run.metrics import StageReport, mean_over_steps
@@ -72,6 +73,8 @@ class TrainingRun(EpisodeRun):
         self.first_step: int = self.state.get("step", 0)
         self.optimizer_step: int = self.state.get("optimizer_step", 0)
         self.weights = components.weight_sync(self.engine)
+        self.rates: dict[str, float] = {}
+        """tokens per second, MFU and memory of the last optimizer steps"""
         self._trainer: Trainer | None = None
 
     @property
@@ -117,11 +120,20 @@ class TrainingRun(EpisodeRun):
         await self.weights.yield_gpu(self.trainer)
         lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)
         batches = await with_log_probs(self.trainer, step_rows(groups, self.config), reference=settings.use_kl_loss)
-        steps = []
+        steps, rates, skipped = [], [], 0
         for rows in batches:
             self.optimizer_step += 1
-            steps.append(await recorded_step(self.trainer, self.folder, rows, loss, lr, step, self.optimizer_step))
-        metrics: dict[str, float] = {"train/steps": len(batches), "train/rows": sum(map(len, batches))}
+            try:
+                trained = await recorded_step(self.trainer, self.folder, rows, loss, lr, step, self.optimizer_step)
+            except NonFiniteError as e:
+                skip_or_stop(self.config, self.optimizer_step, e)
+                skipped += 1
+                continue
+            steps.append(trained[0])
+            rates.append(trained[1])
+        self.rates = {f"train/{name}": mean for name, mean in mean_over_steps(rates).items()}
+        metrics: dict[str, float] = {"train/steps": len(steps), "train/rows": sum(map(len, batches))}
+        metrics |= {"train/non_finite_steps": skipped} if skipped else {}
         metrics |= {f"train/{name}": mean for name, mean in mean_over_steps(steps).items()}
         return StageReport(metrics, {"train_s": time.perf_counter() - started})
 
@@ -139,8 +151,9 @@ class TrainingRun(EpisodeRun):
         return StageReport(metrics, {"sync_s": time.perf_counter() - started})
 
     def further_timings(self) -> dict[str, float]:
-        """The parts of the last weight sync, and the free GPU memory where engine and trainer share GPUs."""
-        return {f"sync/{name}": value for name, value in self.weights.seconds.items()} | self.weights.memory()
+        """Rates of the optimizer steps, the parts of the last weight sync, and the free GPU memory where engine and trainer share GPUs."""
+        sync = {f"sync/{name}": value for name, value in self.weights.seconds.items()}
+        return self.rates | sync | self.weights.memory()
 
     async def save(self, step: int, *, recorded: bool = False) -> None:
         """Write a checkpoint after `step` rollouts. `recorded`: they were recorded by another run, so this one cannot be resumed."""
@@ -193,13 +206,29 @@ async def recorded_step(
     lr: float,
     step: int,
     optimizer_step: int,
-) -> dict[str, float]:
-    """Take one optimizer step and record what the trainer was given; returns the step's metrics."""
-    metrics = await asyncio.to_thread(trainer.step, rows, loss, lr)
-    log_probs = metrics.pop("log_probs")
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Take one optimizer step and record what the trainer was given; returns the step's metrics, and its rates, which depend on time."""
+    take = trainer.step
+    if optimizer_step == folder.config.run.profile:
+        take = functools.partial(trainer.step, profile=folder.path / "profile")
+    metrics = await asyncio.to_thread(take, rows, loss, lr)
+    log_probs, rates = metrics.pop("log_probs"), metrics.pop("rates", {})
     values = {"step": step, "optimizer_step": optimizer_step, "loss": asdict(loss), "lr": lr}
     folder.episodes.write_step(**step_record(rows, trainer, log_probs, **values), metrics=metrics)
-    return metrics
+    return metrics, rates
+
+
+def skip_or_stop(config: Config, optimizer_step: int, error: NonFiniteError) -> None:
+    """Log a step that is left out.
+
+    Raises:
+        NonFiniteError: the run is to stop.
+    """
+    if config.train.non_finite_step == "stop":
+        raise NonFiniteError(
+            f"optimizer step {optimizer_step}: {error}; to leave such steps out: --non-finite-step skip"
+        ) from error
+    logger.warning("optimizer step %d is left out: %s", optimizer_step, error)
 
 
 def require_groups(config: Config) -> None:

@@ -41,6 +41,8 @@ class Row:
     """where the engine sampled the token, and so `rollout_log_probs` holds its log-prob, which may be 0; None: every trained token"""
     source: tuple[str, int] = ("", 0)
     """(episode id, segment index) that the row was made from"""
+    turns: tuple[tuple[int, int], ...] = ()
+    """runs (turn index, tokens) of the last tokens; those before them are the prompt"""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -51,7 +53,8 @@ class Row:
             if values.shape != (length,):
                 raise InvariantError(f"Row.{name} has shape {values.shape}, tokens {(length,)}")
             if not np.isfinite(values).all():
-                raise InvariantError(f"Row.{name} is not finite at {int(np.flatnonzero(~np.isfinite(values))[0])}")
+                token = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise InvariantError(f"Row.{name} is not finite at {self.place(token)}")
         if self.sampled is not None and (self.sampled.shape != (length,) or self.sampled.dtype != np.bool_):
             raise InvariantError(
                 f"Row.sampled is {self.sampled.dtype} of shape {self.sampled.shape}, expected bool of {(length,)}"
@@ -62,6 +65,17 @@ class Row:
     def chosen(self, *, trained_only: bool) -> NDArray[np.int64]:
         """The tokens whose log-probs are computed: those with a weight, or all but the first."""
         return np.flatnonzero(self.weights) if trained_only else np.arange(1, max(len(self.tokens), 1))
+
+    def place(self, token: int) -> str:
+        """Where a token is, for messages: episode, segment, turn and token."""
+        end = len(self.tokens) - sum(count for _, count in self.turns)
+        turn = "the prompt"
+        for index, count in self.turns:
+            if token < end:
+                break
+            turn, end = f"turn {index}", end + count
+        episode, segment = self.source
+        return f"episode {episode or '(unnamed)'}, segment {segment}, {turn}, token {token}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +145,14 @@ class Trainer(Protocol):
         `trained_only`: only where `Row.weights` is not 0, and 0 elsewhere; cheaper.
         """
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, Any]:
-        """One optimizer step on the global batch. Returns metrics (loss, grad_norm, clip_fraction …) and `log_probs`.
+    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
+        """One optimizer step on the global batch. Returns metrics (loss, grad_norm, clip_fraction …), `log_probs` and `rates`.
 
-        `log_probs` equals `log_probs(rows, trained_only=True)` just before the step; the forward pass computes them anyway.
+        `log_probs` equals `log_probs(rows, trained_only=True)` just before the step; the forward pass computes them anyway. `rates` depend on
+        time: tokens_per_s (without padding), mfu, peak_memory_mib_max. `profile`: a folder that receives a trace of the step by each rank.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite; nothing was changed.
         """
 
     def deliver(self, action: str, **arguments: Any) -> list[Any]:

@@ -60,6 +60,7 @@ def make_row(sample: Sample, *, advantage: float, weight: float) -> Row:
         temperature=np.where(mask > 0, np.float32(sample.temperature or 1.0), np.float32(1.0)).astype(np.float32),
         sampled=_sampled(sample),
         source=(sample.episode_id, sample.segment_index),
+        turns=tuple(sample.turn_of),
     )
 
 

@@ -22,7 +22,7 @@ from agentrl.config import FIELDS, SECTIONS, build_config
 from agentrl.config.settings import TABLES
 from agentrl.core.ports import free_port
 from agentrl.engine.local import engine as local
-from agentrl.errors import AgentRLError, ConfigError, EngineFailure
+from agentrl.errors import AgentRLError, ConfigError, EngineFailure, NonFiniteError
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run import components as assemble
@@ -51,15 +51,16 @@ class NotingTrainer:
 
     def __init__(self, model, **options):
         self.options = {"model": Path(model).name, **options}
-        self.steps, self.events, self.saved = [], [], 0
+        self.steps, self.events, self.profiled, self.saved = [], [], [], 0
 
     def log_probs(self, rows, *, reference=False, trained_only=False):
         self.events.append("reference" if reference else "old")
         of = REFERENCE if reference else OLD - len(self.steps)  # its own weights change with every step
         return [np.where(r.weights > 0, np.float32(of), np.float32(0)) for r in rows]
 
-    def step(self, rows, loss, lr):
+    def step(self, rows, loss, lr, *, profile=None):
         self.events.append("step")
+        self.profiled.append(profile and profile.name)
         self.steps.append((list(rows), loss, lr))
         return {"loss": 0.5, "grad_norm": 1.0, "log_probs": [r.rollout_log_probs for r in rows]}
 
@@ -447,6 +448,7 @@ CASES = [
     Case("max_tokens_per_gpu", 512, trainer("micro_batch_tokens"), 512),
     Case("tree_packing", False, trainer("tree_packing"), False),
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
+    Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
     # evaluation
     Case("eval_interval", 1, evaluated, ["eval/test/0", "eval/test/1", "eval/test/2"]),
@@ -472,6 +474,7 @@ ELSEWHERE = {
     "log_level": "changes what is logged, nothing in the run",
     "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
     "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",
+    "non_finite_step": "needs a step that is not finite: test_non_finite.py",
     "runner_processes": "needs servers: test_runners.py",
     "engine": "needs servers: test_sglang_plan.py",
     "colocate": "needs servers: test_sglang_plan.py",
@@ -593,3 +596,20 @@ async def test_flags_of_the_gateway_are_refused_where_no_agent_uses_it(play):
 async def test_an_agents_environment_cannot_be_isolated(play):
     seen = await play({"env": str(ENV.with_name("joint_agent.py")), "env_isolation": "process"})
     assert "cannot be isolated" in str(seen.error)
+
+
+@pytest.mark.parametrize("job", ["train", "sft"])
+async def test_a_step_that_is_not_finite_stops_the_run_or_is_left_out(play, monkeypatch, job):
+    step = NotingTrainer.step
+
+    def first_fails(self, rows, loss, lr):
+        result = step(self, rows, loss, lr)
+        if len(self.steps) == 1:
+            raise NonFiniteError("token 5")
+        return result
+
+    monkeypatch.setattr(NotingTrainer, "step", first_fails)
+    stopped = await play({"sft_batch_size": 3}, job=job)
+    assert "optimizer step 1: token 5" in str(stopped.error)
+    skipped = await play({"sft_batch_size": 3, "non_finite_step": "skip"}, job=job)
+    assert (skipped.error, len(skipped.trainer.steps)) == (None, 2)

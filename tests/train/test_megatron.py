@@ -16,7 +16,7 @@ from models import hf_log_probs, hf_loss, hf_model, make_model, make_rows
 from safetensors.torch import load_file
 
 from agentrl.core.weights_fingerprint import fingerprint
-from agentrl.errors import ConfigError, InvariantError, StoreError, WorkerError
+from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreError, WorkerError
 from agentrl.train.base import LossConfig
 from agentrl.train.megatron.trainer import MegatronTrainer
 
@@ -195,11 +195,13 @@ def test_a_resumed_run_continues_bit_exactly(tmp_path, settings, world):
         assert fresh.export_weights(tmp_path / "resumed").fingerprint == marks[1]
         assert list(tmp_path.glob(".*.tmp")) == []
         refusals(fresh, rows)
+        not_finite(fresh, rows, tmp_path)
         hung(fresh, rows)
 
 
 def numbers(trainer, rows, lr):
     metrics = trainer.step(rows, LossConfig(), lr)
+    assert metrics.pop("rates")["tokens_per_s"] > 0
     return metrics | {"log_probs": [a.tolist() for a in metrics["log_probs"]]}
 
 
@@ -214,6 +216,26 @@ def refusals(trainer, rows):
         trainer.step([*rows, bare[0]], LossConfig(), 1e-3)
     with pytest.raises(ConfigError, match="eps_clip_c"):
         trainer.step(rows, LossConfig(eps_clip_c=0.5), 1e-3)
+
+
+def not_finite(trainer, rows, tmp_path):
+    """A step whose loss is not finite names its token and changes nothing; the next step works."""
+    before = trainer.export_weights(tmp_path / "before").fingerprint
+    token = int(np.flatnonzero(rows[2].weights)[1])
+    old, advantages = rows[2].old_log_probs.copy(), rows[2].advantages.copy()
+    old[token], advantages[token] = -1000.0, -1.0
+    length = len(old)
+    odd = replace(
+        rows[2],
+        old_log_probs=old,
+        advantages=advantages,
+        source=("e-7", 1),
+        turns=((0, token - 3), (1, length - token)),
+    )
+    with pytest.raises(NonFiniteError, match=rf"ratio of episode e-7, segment 1, turn 1, token {token} is exp\("):
+        trainer.step([*rows[:2], odd, *rows[3:]], LossConfig(), 1e-2)
+    assert trainer.export_weights(tmp_path / "after").fingerprint == before
+    assert np.isfinite(trainer.step(rows, LossConfig(), 1e-3)["grad_norm"])
 
 
 def hung(trainer, rows):

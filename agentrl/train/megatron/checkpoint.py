@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from agentrl.train.megatron.checkpoint_pickles import require_safe
+from agentrl.train.megatron.gpu_kernels import step_device, use_fused_adam
 from agentrl.train.megatron.model import Built
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -47,10 +48,12 @@ def load(built: Built, path: Path) -> int:
         state = dist_checkpointing.load({**_state(built, loading=True), **generators}, str(path))
         built.model.load_state_dict(state["model"])
         built.optimizer.load_state_dict(state["optimizer"])
-    for part in _parts(built.optimizer):
-        for values in part.optimizer.state.values():
-            if isinstance(values.get("step"), torch.Tensor):
-                values["step"] = values["step"].clone()
+    use_fused_adam(built.optimizer)
+    for adam in (part.optimizer for part in _parts(built.optimizer)):
+        if isinstance(adam, torch.optim.Adam):
+            for parameter, values in adam.state.items():
+                if isinstance(values.get("step"), torch.Tensor):
+                    values["step"] = values["step"].clone().to(step_device(adam, parameter))
     if same:
         _set_generators(state["generators"])
     return int(state["steps"])
@@ -88,7 +91,8 @@ def _initialise(optimizer: Any) -> None:
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+                step = torch.zeros((), dtype=torch.float32, device=step_device(adam, parameter))
+                adam.state[parameter] = {"step": step, **zeros}
 
 
 def _parts(optimizer: Any) -> list[Any]:

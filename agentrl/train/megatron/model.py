@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from agentrl.train.megatron.gpu_kernels import use_fused_adam
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, WeightLayout, conversion, load, named_parameters
 from agentrl.train.megatron.layers import TreeRotaryEmbedding, block_spec
 from agentrl.train.megatron.megatron_settings import Settings, check_settings, required_settings
@@ -83,6 +84,8 @@ class Built:
     optimizer: Any
     reference: torch.nn.Module | None
     """the frozen copy, wrapped for its precision"""
+    checks_finite: bool = True
+    """an optimizer step is not taken if the loss or a gradient is not finite"""
 
     @property
     def model(self) -> PolicyModel:
@@ -126,14 +129,25 @@ def build(
         return Float16Module(config, model) if config.bf16 else model
 
     frozen = in_precision(loaded().requires_grad_(False).eval()) if reference else None
-    ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": True}
-    ddp_config = DistributedDataParallelConfig(**{**ddp, **_fields_of(DistributedDataParallelConfig, settings)})
+    ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    checked = {"check_for_nan_in_grad": False}  # megatron would end the process; the rank checks, and skips the step
+    ddp_config = DistributedDataParallelConfig(
+        **{**ddp, **_fields_of(DistributedDataParallelConfig, settings), **checked}
+    )
     wrapped = DistributedDataParallel(config, ddp_config, in_precision(loaded()))
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype), [wrapped])
+    use_fused_adam(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = wrapped.no_sync
-    return Built(config=config, layout=layout, wrapped=wrapped, optimizer=optimizer, reference=frozen)
+    return Built(
+        config=config,
+        layout=layout,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        reference=frozen,
+        checks_finite=settings.get("check_for_nan_in_grad", True),
+    )
 
 
 def transformer_config(model: ModelConfig, settings: Settings, dtype: torch.dtype) -> TransformerConfig:

@@ -8,6 +8,7 @@ divide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from agentrl.train.megatron.micro_batch import MicroBatch, collate
 from agentrl.train.megatron.model import DTYPES, build, unwrapped
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.offload import Offloader
+from agentrl.train.megatron.profile import profiled
 from agentrl.train.megatron.rank_pool import RankInfo, RankSetup
 
 Share = tuple[Sequence[Row], Sequence[Sequence[int]]]
@@ -58,6 +60,7 @@ class TrainerRank:
             pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
             reports=self.tensor_rank == 0 and parallel_state.is_pipeline_last_stage(),
             multiple=sequence_parallel * chunks * (GPU_MULTIPLE if gpu else 1),
+            device=torch.cuda.get_device_name() if gpu else "",
         )
         layout = self.built.layout
         columns = layout.padded_vocab_size // config.tensor_model_parallel_size
@@ -86,9 +89,33 @@ class TrainerRank:
             log_probs = self._run(model, share, after, trained_only=trained_only, **options)
         return log_probs if self.info.reports else None
 
-    def step(self, share: Share, loss: LossConfig, lr: float) -> dict[str, Any]:
-        """One optimizer step: the totals (see `_forward_backward`) and the gradient norm."""
-        totals = self._forward_backward(share, loss)
+    def step(self, share: Share, loss: LossConfig, lr: float, profile: Path | None = None) -> dict[str, Any]:
+        """One optimizer step: the totals (see `_forward_backward`), the gradient norm and the most GPU memory that was allocated, in MiB.
+
+        The norm is None if the loss or a gradient is not finite; then nothing is changed.
+        `profile`: a folder for a trace of the step (see profile.py).
+        """
+        if self._offloader is not None:
+            torch.cuda.reset_peak_memory_stats()
+        with nullcontext() if profile is None else profiled(profile, torch.distributed.get_rank()):
+            totals = self._forward_backward(share, loss)
+            norm = self._update(lr) if self._is_finite(totals) else None
+        peak = None if self._offloader is None else torch.cuda.max_memory_allocated() >> 20
+        return {"totals": totals, "grad_norm": norm, "peak_mib": peak}
+
+    def _is_finite(self, totals: dict[str, Any] | None) -> bool:
+        """Whether the loss and the gradients of all ranks are finite; the same answer on all ranks."""
+        if not self.built.checks_finite:
+            return True
+        wrapped = self.built.wrapped
+        loss = torch.tensor(0.0 if totals is None else totals["sums"][0], device=self.device)
+        norms = [b.grad_data.norm() for b in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+        bad = (~torch.stack([x.float() for x in (loss, *norms)]).isfinite()).any().float()
+        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
+        return not bool(bad)
+
+    def _update(self, lr: float) -> float:
+        """One step of the optimizer; returns the norm of the gradient."""
         optimizer = self.built.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
@@ -97,7 +124,7 @@ class TrainerRank:
         if not succeeded:
             raise RuntimeError("the optimizer skipped the step: a gradient was not finite")
         self.steps += 1
-        return {"totals": totals, "grad_norm": float(norm)}
+        return float(norm)
 
     def gradients(self, share: Share, loss: LossConfig, path: Path) -> dict[str, Any] | None:
         """Write the gradients of a batch under Hugging Face names, without an optimizer step; returns the totals."""

@@ -66,6 +66,8 @@ class RankInfo:
     """its results are those of its data-parallel share, or of its context-parallel part of it"""
     multiple: int
     """the tokens of a micro-batch are padded to a multiple of this"""
+    device: str = ""
+    """name of the GPU; empty: a CPU"""
 
 
 class RankPool:

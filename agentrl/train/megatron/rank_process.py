@@ -23,13 +23,14 @@ def join_process_group(setup: RankSetup) -> None:
     import numpy as np
     import torch
 
-    from agentrl.train.megatron import cpu_shim
+    from agentrl.train.megatron import cpu_shim, gpu_kernels
 
     torch.set_num_threads(setup.threads)
     cpu_shim.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    gpu_kernels.install()
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(setup.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,15 +17,19 @@ from agentrl.core.atomic_write import new_folder
 from agentrl.core.ports import free_port
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
-from agentrl.errors import ConfigError, InvariantError, StoreError
+from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreError
 from agentrl.train.base import Floats, LossConfig, Row
-from agentrl.train.batch_plan import packing, trainer_plan
+from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.megatron_settings import check_tree, rank_counts
+from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics
+from agentrl.train.megatron.throughput import mfu, plan_work, row_work
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 START_TIMEOUT_S = 600.0
+MAX_LOG_RATIO = 88.0
+"""exp of a larger number is not finite in fp32"""
 MODEL_FILES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Suffixes of the files that a Hugging Face folder holds besides weights: config, tokenizer, chat template."""
 
@@ -74,6 +79,7 @@ class MegatronTrainer:
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
+        self._shape = read_model_config(self.model)
         context = settings.get("context_parallel_size", 1)
         self.micro_batch_tokens = (micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) * context
         self.tree_packing = tree_packing
@@ -108,20 +114,33 @@ class MegatronTrainer:
         results = self._request_shares("log_probs", rows, plan, reference=reference, trained_only=trained_only)
         return self._by_row(rows, plan, results, trained_only=trained_only)
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, Any]:
+    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
         """See `Trainer.step`."""
         _check_loss(rows, loss)
         plan = self._plan("step", rows)
-        results = self._request_shares("step", rows, plan, loss=loss, lr=lr)
+        started = time.perf_counter()
+        results = self._request_shares("step", rows, plan, loss=loss, lr=lr, profile=profile)
+        rates = self._rates(rows, plan, results, time.perf_counter() - started)
         totals = [r["totals"] for r in results]
         log_probs = self._by_row(rows, plan, [t and t["log_probs"] for t in totals], trained_only=True)
+        if results[0]["grad_norm"] is None:
+            raise NonFiniteError(_why_not_finite(rows, log_probs))
         metrics = {
             **_metrics(totals, loss),
             **packing(self, rows, plan),
             "grad_norm": results[0]["grad_norm"],
             "lr": lr,
         }
-        return {**metrics, "log_probs": log_probs}
+        return {**metrics, "log_probs": log_probs, "rates": rates}
+
+    def _rates(self, rows: Sequence[Row], plan: Plan, results: Sequence[Any], seconds: float) -> dict[str, float]:
+        """Tokens per second, MFU and the largest memory of a step that took `seconds`."""
+        rates = {"tokens_per_s": row_work(rows).tokens / seconds}
+        work = plan_work(rows, plan, tree=self.tree_packing)
+        if (utilisation := mfu(self._shape, work, seconds, self.ranks[0].device, len(self.ranks))) is not None:
+            rates["mfu"] = utilisation
+        peaks = [r["peak_mib"] for r in results if r["peak_mib"] is not None]
+        return rates | ({"peak_memory_mib_max": max(peaks)} if peaks else {})
 
     def gradients(self, rows: Sequence[Row], loss: LossConfig, path: Path) -> dict[str, float]:
         """Write the gradients of a batch as safetensors under Hugging Face names into the new folder `path`, without an optimizer step.
@@ -236,6 +255,26 @@ def _metrics(totals: Sequence[dict[str, Any] | None], loss: LossConfig) -> dict[
     sums = {name: float(sum(t["sums"][i] for t in reported)) for i, name in enumerate(SUMS)}
     maxima = {name: max(t["maxima"][i] for t in reported) for i, name in enumerate(MAXIMA)}
     return step_metrics(sums, maxima, loss)
+
+
+def _why_not_finite(rows: Sequence[Row], log_probs: Sequence[Floats]) -> str:
+    """A sentence that names the token: the first one without a finite log-prob, else the one with the largest probability ratio."""
+    unchanged = "the step was not taken, and the weights are unchanged"
+    for row, values in zip(rows, log_probs, strict=True):
+        if not np.isfinite(values).all():
+            token = int(np.flatnonzero(~np.isfinite(values))[0])
+            return f"the log-prob of {row.place(token)} is {values[token]}; {unchanged}"
+    ratios = [
+        (float(difference.max()), row, int(difference.argmax()))
+        for row, values in zip(rows, log_probs, strict=True)
+        if row.old_log_probs is not None
+        for difference in [np.where(row.weights != 0, values - row.old_log_probs, -np.inf)]
+    ]
+    if ratios:
+        largest, row, token = max(ratios, key=lambda r: r[0])
+        if largest > MAX_LOG_RATIO:
+            return f"the loss is not finite: the probability ratio of {row.place(token)} is exp({largest:.0f}); {unchanged}"
+    return f"a gradient is not finite, although every log-prob is ({len(rows)} rows); {unchanged}"
 
 
 def _check_loss(rows: Sequence[Row], loss: LossConfig) -> None:

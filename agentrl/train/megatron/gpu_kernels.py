@@ -1,0 +1,106 @@
+"""Faster replacements of what megatron-core falls back to on a GPU without Transformer Engine and Apex.
+
+megatron's fallbacks for the gradient norm read each parameter's norm to the host one by one, scale gradients through a copy, rotate queries
+and keys in six kernels, and step torch's AdamW without its fused kernel. `install()` runs after megatron is imported and before a model is
+built; it changes nothing on a CPU, or where megatron found the kernels of the two packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Replace megatron's fallbacks on a GPU; idempotent."""
+    if not torch.cuda.is_available():
+        return
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_of_all
+        clip_grads.multi_tensor_scale_impl = scale_all
+    rope_utils._apply_rotary_pos_emb_bshd = rotate
+
+
+def norm_of_all(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _per_tensor: bool) -> tuple[Tensor, None]:
+    """The L2 norm [1] of all tensors together; the arguments are those of Apex's multi_tensor_l2norm."""
+    norms = torch._foreach_norm([t for group in tensors for t in group])
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def scale_all(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    """Multiply all tensors in place; the arguments are those of Apex's multi_tensor_scale, sources and targets being the same."""
+    sources, targets = tensors
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Let torch's AdamW update all parameters of a GPU in one kernel, and those of a CPU as it does by default.
+
+    The step counts of the fused kernel are on the GPU. A checkpoint of the other device brings its choice along, so this is called after loading too.
+
+    Args:
+        optimizer: megatron's.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = getattr(part, "optimizer", None)
+        if isinstance(adam, torch.optim.Adam):
+            for group in adam.param_groups:
+                on_gpu = all(p.is_cuda for p in group["params"])
+                group["fused"], group["foreach"] = (True, False) if on_gpu else (None, None)
+
+
+def step_device(adam: torch.optim.Adam, parameter: Tensor) -> torch.device:
+    """Where the step count of a parameter must be: with the parameter for the fused kernel, else on the CPU."""
+    for group in adam.param_groups:
+        if any(p is parameter for p in group["params"]):
+            return parameter.device if group.get("fused") else torch.device("cpu")
+    return torch.device("cpu")
+
+
+def rotate(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of queries or keys; replaces megatron's function of the same arguments.
+
+    Args:
+        t: [s, b, heads, d].
+        freqs: [s, 1, 1, r], angles of the first r ≤ d channels.
+        rotary_interleaved: refused; pairs are the two halves of the channels.
+        multi_latent_attention: refused.
+        mscale: factor of cosine and sine.
+    """
+    if rotary_interleaved or multi_latent_attention:
+        raise NotImplementedError("only rotary embeddings of half and half channels are supported")
+    cos, sin = ((f * mscale).to(t.dtype) for f in (freqs.cos(), freqs.sin()))
+    return _rotation()(t, cos, sin)
+
+
+def _rotate_halves(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    part, rest = t[..., :width], t[..., width:]
+    first, second = part.chunk(2, -1)
+    return torch.cat([part * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+@cache
+def _rotation() -> Callable[..., Tensor]:
+    """`_rotate_halves` as one kernel where Triton is there."""
+    if not (torch.cuda.is_available() and find_spec("triton")):
+        return _rotate_halves
+    compiled: Callable[..., Tensor] = torch.compile(_rotate_halves, dynamic=True)
+    return compiled

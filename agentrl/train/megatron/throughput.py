@@ -1,0 +1,118 @@
+"""Model FLOPs utilisation (MFU) of optimizer steps. No torch.
+
+FLOPs of one optimizer step are those of the matrix products of forward and backward pass, 2 for each multiply-add and three times the forward
+pass in total, as in Chowdhery et al. 2022 (PaLM, appendix B), without recomputation:
+
+    6 · P · tokens                  P: parameters of the layers' matrices (of a mixture of experts: those that a token uses)
+    12 · L · A · keys               L layers; A = heads × head dimension; keys: the tokens that each token attends to, itself included, summed
+    6 · V · h · predictions         V: vocabulary, h: hidden size; predictions: tokens whose log-prob is computed
+
+Only tokens that are computed count, once each: a prefix that rows of a micro-batch share counts once, padding never. Norms, softmax, rotary
+embeddings and the optimizer count nothing.
+
+    MFU = FLOPs of the step / (seconds of the step × GPUs × peak FLOP/s of the GPU)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentrl.train.base import Row
+from agentrl.train.megatron.model_config import ModelConfig
+from agentrl.train.token_tree import common_prefixes, lexicographic_order
+
+PEAK_FLOPS = {
+    "H200": 990e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 990e12,
+    "H800": 990e12,
+    "GH200": 990e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "H20": 148e12,
+}
+"""Dense bf16 FLOP/s by a part of the GPU's name, from the manufacturer's data sheets; the first match counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The tokens of one optimizer step."""
+
+    tokens: int
+    """inputs of the model without padding (each row without its last token); shared prefixes once"""
+    keys: int
+    """for each token, the number of tokens that it attends to, itself included"""
+    predictions: int
+    """trained tokens"""
+
+
+def row_work(rows: Sequence[Row]) -> Work:
+    """The work of rows that share nothing."""
+    lengths = [max(len(row.tokens) - 1, 0) for row in rows]
+    return Work(
+        tokens=sum(lengths),
+        keys=sum(n * (n + 1) // 2 for n in lengths),
+        predictions=sum(int(np.count_nonzero(row.weights)) for row in rows),
+    )
+
+
+def plan_work(rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], *, tree: bool) -> Work:
+    """The work of rows in micro-batches.
+
+    Args:
+        rows: all rows.
+        plan: row numbers by data-parallel rank and micro-batch.
+        tree: rows of a micro-batch compute a prefix that they share once.
+    """
+    if not tree:
+        return row_work(rows)
+    tokens, keys = 0, 0
+    for part in (part for parts in plan for part in parts):
+        inputs = [rows[i].tokens[:-1] for i in part]
+        inputs = [inputs[i] for i in lexicographic_order(inputs)]
+        for row, above in zip(inputs, common_prefixes(inputs), strict=True):
+            tokens += len(row) - above
+            keys += (len(row) * (len(row) + 1) - above * (above + 1)) // 2
+    return Work(tokens=tokens, keys=keys, predictions=row_work(rows).predictions)
+
+
+def layer_parameters(model: ModelConfig) -> int:
+    """Parameters of the matrices of all layers that a token uses."""
+    shape = model.transformer
+    hidden, head = shape["hidden_size"], model.head_dim
+    heads, groups = shape["num_attention_heads"], shape["num_query_groups"]
+    attention = hidden * head * (2 * heads + 2 * groups)
+    return int(shape["num_layers"]) * (attention + 3 * hidden * int(shape["ffn_hidden_size"]))
+
+
+def step_flops(model: ModelConfig, work: Work) -> float:
+    """FLOPs of forward and backward pass; the formula is at the top of this module."""
+    shape = model.transformer
+    attention = 12 * shape["num_layers"] * shape["num_attention_heads"] * model.head_dim
+    head = 6 * model.vocab_size * shape["hidden_size"]
+    return float(6 * layer_parameters(model) * work.tokens + attention * work.keys + head * work.predictions)
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name; None: unknown, or a CPU."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device), None)
+
+
+def mfu(model: ModelConfig, work: Work, seconds: float, device: str, gpus: int) -> float | None:
+    """Model FLOPs utilisation of an optimizer step; None where the peak is not known.
+
+    Args:
+        model: the model's shape.
+        work: what the step computed, on all GPUs together.
+        seconds: duration of the step: forward, backward, reductions and optimizer.
+        device: name of the GPU; empty: a CPU.
+        gpus: number of GPUs.
+    """
+    peak = peak_flops(device)
+    return None if peak is None else step_flops(model, work) / (seconds * gpus * peak)
