@@ -18,6 +18,7 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
     environment and settings of Megatron and SGLang are not changed.
     """
     model, env, data, engine = config.model, config.env, config.data, config.engine
+    group_filter = config.schedule.dynamic_sampling_filter_path
     eval_data = (_data(word) if i % 2 else word for i, word in enumerate(config.eval.eval_prompt_data))
     return replace(
         config,
@@ -34,6 +35,7 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
             custom_rm_path=env.custom_rm_path and _code(env.custom_rm_path),
             rollout_function_path=env.rollout_function_path and _code(env.rollout_function_path),
         ),
+        schedule=replace(config.schedule, dynamic_sampling_filter_path=group_filter and _code(group_filter)),
         data=replace(data, prompt_data=data.prompt_data and _data(data.prompt_data)),
         eval=replace(config.eval, eval_prompt_data=tuple(eval_data)),
         engine=replace(

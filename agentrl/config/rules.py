@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from agentrl.config.settings import FIELDS, Config, field_infos
+from agentrl.config.settings import FIELDS, Config, ScheduleSettings, field_infos
 from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
@@ -26,6 +26,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss")
     _check_engine(config)
     _check_functions(config)
+    _check_schedule(config)
     _check_eval_data(config.eval.eval_prompt_data)
     unread = [f"{_flag(name)} has no effect {what}" for name, what in _without_effect(config) if name in given]
     if unread:
@@ -35,6 +36,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that are not at their defaults and that nothing reads, each with the reason and what to do."""
     engine, train, data = config.engine, config.train, config.data
+    yield from _schedule_without_effect(config.schedule)
     if not train.use_kl_loss and _changed(train, "kl_loss_type"):
         yield "kl_loss_type", "without --use-kl-loss; add --use-kl-loss"
     if config.env.group_rm and not config.env.custom_rm_path:
@@ -55,6 +57,17 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         for name in _OUR_SERVERS_ONLY:
             if _changed(engine, name):
                 yield name, "on servers that already run; leave out --rollout-external-engine-addrs or this flag"
+
+
+def _schedule_without_effect(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
+    if schedule.schedule != "async":
+        for name in ("async_buffer_size", "consumption_window", "partial_rollout"):
+            if _changed(schedule, name):
+                yield name, f"with --schedule {schedule.schedule}; give --schedule async"
+    if schedule.schedule == "sync" and _changed(schedule, "update_weights_interval"):
+        yield "update_weights_interval", "with --schedule sync; give --schedule async"
+    if schedule.dynamic_sampling_filter_path is None and _changed(schedule, "max_resamples"):
+        yield "max_resamples", "without --dynamic-sampling-filter-path"
 
 
 def _changed(section: Any, name: str) -> bool:
@@ -109,6 +122,24 @@ def _check_engine(config: Config) -> None:
         given.append("--runner-processes")
     if given:
         raise ConfigError(f"{given[0]} needs --engine sglang (the engine is {engine.engine})")
+
+
+def _check_schedule(config: Config) -> None:
+    if config.env.rollout_function_path and (
+        config.schedule.schedule != "sync" or config.schedule.dynamic_sampling_filter_path
+    ):
+        raise ConfigError(
+            "--rollout-function-path plays whole rollouts itself; leave out --schedule and --dynamic-sampling-filter-path"
+        )
+    if config.schedule.schedule == "sync":
+        return
+    given = f"--schedule {config.schedule.schedule}"
+    if config.engine.colocate:
+        raise ConfigError(
+            f"{given} generates during training, so engines need memory of their own; leave out --colocate"
+        )
+    if config.rollout.runner_processes > 1:
+        raise ConfigError(f"{given} runs episodes in one process; leave out --runner-processes")
 
 
 def _check_eval_data(pairs: tuple[str, ...]) -> None:

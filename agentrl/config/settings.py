@@ -225,6 +225,39 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ScheduleSettings:
+    """When groups of episodes start, and when they are trained on."""
+
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: generate, then train; one_step_off: generate the next rollout during training; async: generate all the time
+
+    With async nothing waits for the slowest episode, and no episode is dropped because it is slow. Give --use-tis with it, which
+    corrects for the weights that sampled."""
+    async_buffer_size: Annotated[int | None, Field(ge=1)] = None
+    """groups that have started and are not yet trained on (default: twice --rollout-batch-size × --update-weights-interval)
+
+    It bounds staleness, with --consumption-window; the run prints the bound. A larger buffer keeps engines busier."""
+    consumption_window: Annotated[int | None, Field(ge=1)] = None
+    """groups among which training may choose the first to finish; 1: the order of submission (default: 3 tenths of the buffer)"""
+    update_weights_interval: Annotated[int, Field(ge=1)] = 1
+    """rollouts between weight updates; needs --schedule one_step_off or async"""
+    max_staleness: Annotated[int | None, Field(ge=0)] = None
+    """refuse a schedule in which a sample could be older than N rollouts (default: what the schedule implies)
+
+    Staleness is counted in rollouts from the weights of a sample's oldest token, queues included."""
+    partial_rollout: bool = True
+    """generations that a weight update interrupts continue with the new weights; false: finish them before the update
+
+    Each token keeps its log-probability and the version that sampled it. An episode inside a tool is never waited for."""
+    dynamic_sampling_filter_path: Annotated[str | None, "NAME"] = None
+    """train only on groups for which this function returns true, and play other tasks in place of the rest (default: all)
+
+    `nonzero_std` keeps groups whose scores differ; `module:function` and `file.py:function` take a Group."""
+    max_resamples: Annotated[int, Field(ge=1)] = 4
+    """tasks that are played in place of a group that the filter refused; then the rollout has a group less"""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EngineSettings:
     """Inference."""
 
@@ -380,6 +413,7 @@ class Config:
     env: EnvSettings = EnvSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     train: TrainSettings = TrainSettings()

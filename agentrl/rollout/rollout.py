@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _GC_THRESHOLD = 100_000
 """new objects between two garbage collections while episodes run"""
 
+WEIGHT_UPDATE = "weight update"
+"""cause of an attempt that ended because the weights changed; it costs no retry"""
 Progress = Callable[[Trajectory], None]
 
 
@@ -96,6 +98,38 @@ class Rollout:
             run.monitor.check_nothing_left()
         return finished, run.table
 
+    async def play_group(
+        self, specs: Sequence[EpisodeSpec], monitor: FailureMonitor, progress: Progress
+    ) -> tuple[Group | None, CauseTable]:
+        """Run one group, beside others that share the concurrency of this rollout.
+
+        Args:
+            specs: its episodes.
+            monitor: counts the failures of all these groups.
+            progress: called with each finished attempt, and again with those whose group reward failed.
+
+        Returns:
+            The group, or None if it was dropped, and the causes of its attempts.
+
+        Raises:
+            TooManyFailuresError: more failures than `monitor` allows.
+            UsageError: user code broke its contract; the group's other episodes are closed first.
+        """
+        counted: set[str] = set()
+
+        def note(trajectory: Trajectory) -> None:
+            if trajectory.episode_id not in counted:
+                counted.add(trajectory.episode_id)
+                monitor.table.add(trajectory)
+            progress(trajectory)
+
+        run = _Run(self.limits, note, monitor)
+        try:
+            group = await self._group(specs, run)
+        except ExceptionGroup as e:
+            raise _first(e) from None
+        return group, run.table
+
     async def _group(self, specs: Sequence[EpisodeSpec], run: _Run) -> Group | None:
         async with (
             asyncio.TaskGroup() as task_group
@@ -110,7 +144,8 @@ class Rollout:
 
     async def _episode(self, spec: EpisodeSpec, run: _Run) -> Trajectory | None:
         """One episode with its retries; each attempt waits for a slot. None if the episode is lost."""
-        for attempt in range(spec.attempt, max(spec.attempt, self.limits.max_retries) + 1):
+        attempt, last = spec.attempt, max(spec.attempt, self.limits.max_retries)
+        while True:
             async with self._env_slots.get(spec.env) or nullcontext(), self._slots:
                 if attempt == spec.attempt:
                     run.begin_episode()
@@ -120,11 +155,14 @@ class Rollout:
             if trajectory.status not in (Status.FAILED, Status.ABORTED):
                 run.monitor.succeeded()
                 return trajectory
-            lost = attempt >= self.limits.max_retries
+            last += trajectory.cause == WEIGHT_UPDATE  # not a failure of the episode
+            lost = attempt >= last
             _log_failure(trajectory, run.table, lost=lost)
             run.monitor.failed(lost=lost)
-            run.table.retried += not lost
-        return None
+            if lost:
+                return None
+            run.table.retried += 1
+            attempt += 1
 
     async def _score(self, members: list[Trajectory], run: _Run) -> list[Trajectory] | None:
         """The members with their group rewards, with the retries of an episode; None if the group is lost."""
@@ -146,9 +184,9 @@ class Rollout:
 class _Run:
     """The state of one call of `Rollout.run`."""
 
-    def __init__(self, limits: RolloutLimits, progress: Progress) -> None:
+    def __init__(self, limits: RolloutLimits, progress: Progress, monitor: FailureMonitor | None = None) -> None:
         self.table = CauseTable()
-        self.monitor = FailureMonitor(self.table, limits.max_failure_share, limits.concurrency)
+        self.monitor = monitor or FailureMonitor(self.table, limits.max_failure_share, limits.concurrency)
         self.progress = progress
         self._max_waiting = limits.concurrency
         self._waiting = 0

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from agentrl.engine.base import Engine
+from agentrl.engine.base import Engine, Generator
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.rollout import Rollout, Runner
@@ -56,14 +56,9 @@ class Collector:
 
         complete: list[Group] = []
         violations = 0
-        outputs = self.folder.episodes.outputs
-        settings = self.components.runner_settings(
-            split,
-            policy_version=policy_version,
-            keep=outputs.write if self.components.config.env.keep_whole_outputs else None,
-        )
+        settings = self.settings(split, policy_version)
         try:
-            async with self._runner(settings) as runner:
+            async with self.runner(settings) as runner:
                 rollout = Rollout(runner, self.components.rollout_limits(), self.components.env_limits())
                 complete, causes = await rollout.run(groups, note_attempt)
             if self.processes is not None:
@@ -72,7 +67,7 @@ class Collector:
             progress.close()
             final = attempts | {t.episode_id: t for g in complete for t in g.trajectories}
             ordered = sorted(final.values(), key=lambda t: (t.index, t.attempt))
-            violations = await asyncio.to_thread(self._record, ordered, step, split)
+            violations = await asyncio.to_thread(self.record, ordered, step, split)
         return CollectedEpisodes(complete, causes, violations)
 
     async def collect_by_function(
@@ -83,11 +78,18 @@ class Collector:
         runner = self.components.slime_runner(self.engine, settings, function)
         groups, causes = await play_rollout(function, runner, get_specs, step)
         ordered = sorted((t for g in groups for t in g.trajectories), key=lambda t: t.index)
-        violations = await asyncio.to_thread(self._record, ordered, step, "train")
+        violations = await asyncio.to_thread(self.record, ordered, step, "train")
         return CollectedEpisodes(groups, causes, violations)
 
+    def settings(self, split: str, policy_version: int) -> RunnerSettings:
+        """The settings of a runner that plays tasks of `split`."""
+        outputs, config = self.folder.episodes.outputs, self.components.config
+        keep = outputs.write if config.env.keep_whole_outputs else None
+        return self.components.runner_settings(split, policy_version=policy_version, keep=keep)
+
     @asynccontextmanager
-    async def _runner(self, settings: RunnerSettings) -> AsyncIterator[Runner]:
+    async def runner(self, settings: RunnerSettings, generator: Generator | None = None) -> AsyncIterator[Runner]:
+        """A runner on the run's engine, or on `generator` in front of it, here or in the runner processes."""
         if self.processes is not None:
             async with self.processes.rollout(settings) as runner:
                 yield runner
@@ -95,18 +97,18 @@ class Collector:
         function = self.components.generate_function
         local_runner: EpisodeRunner | SlimeRunner
         if function is not None:
-            local_runner = self.components.slime_runner(self.engine, settings, function)
+            local_runner = self.components.slime_runner(generator or self.engine, settings, function)
         else:
-            local_runner = self.components.runner(self.engine, settings)
+            local_runner = self.components.runner(generator or self.engine, settings)
         try:
             yield local_runner
         finally:
             local_runner.close()
 
-    def _record(self, trajectories: Sequence[Trajectory], step: int, split: str) -> int:
-        """Write the episodes; returns the number of exactness violations in them."""
+    def record(self, trajectories: Sequence[Trajectory], step: int, split: str, **extra: Any) -> int:
+        """Write the episodes with `extra` beside each; returns the number of exactness violations in them."""
         for t in trajectories:
-            self.folder.episodes.write(t, step=step, split=split, config=self._fingerprint)
+            self.folder.episodes.write(t, step=step, split=split, config=self._fingerprint, **extra)
         return exactness_violations(trajectories)
 
     async def close(self) -> None:

@@ -280,7 +280,11 @@ class Components:
         if self.servers is not None:
             from agentrl.engine.sglang.plan import make_fleet
 
-            return make_fleet(self.servers, run_dir)
+            fleet = make_fleet(self.servers, run_dir)
+            if self._keeps_interrupted:
+                for member in fleet.members:
+                    member.engine.keep_tokens(self.tokenizer.decode)
+            return fleet
         from agentrl.engine.local.engine import LocalEngine
 
         return LocalEngine(
@@ -289,7 +293,13 @@ class Components:
             max_running=self.config.engine.engine_max_running,
             context_length=self.context_length,
             threads=self.threads,
+            keep_interrupted=self._keeps_interrupted,
         )
+
+    @property
+    def _keeps_interrupted(self) -> bool:
+        """Whether generations that a weight update interrupts keep their tokens."""
+        return self.config.schedule.schedule == "async" and self.config.schedule.partial_rollout
 
     def weight_sync(self, engine: Engine) -> WeightSync:
         """The way the trainer's weights reach `engine`."""

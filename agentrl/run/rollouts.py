@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -108,9 +109,17 @@ class EpisodeRun:
         if self.checkpoint is None:
             self.dropped_episodes = len(Recording(path).episodes) if (path / "episodes").is_dir() else 0
             return
+        self.check_state(self.state)
         self.policy_version = self.state["policy_version"]
         self.source.load_state_dict(self.state["source"])
         self.report.load_state_dict(self.state["report"])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that the settings cannot continue, before the run folder is changed.
+
+        Raises:
+            ConfigError: they cannot.
+        """
 
     async def __aenter__(self) -> Self:
         self.log.__enter__()

@@ -7,9 +7,10 @@ import functools
 import logging
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from agentrl.config import Config
 from agentrl.core.program_name import command
@@ -19,6 +20,7 @@ from agentrl.run.evaluation import evaluate
 from agentrl.run.metrics import StageReport, mean_over_steps
 from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
+from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule, check_schedule, uses_window
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Row, Trainer
 from agentrl.train.schedule import rollout_learning_rate
@@ -41,26 +43,35 @@ async def train(config: Config, *, resume: Path | None = None, echo: Echo = prin
         UsageError: something cannot work; raised before anything starts.
     """
     require_groups(config)
+    check_schedule(config)
     components = Components(config)
     await components.require_env()
     async with TrainingRun(components, resume=resume, echo=echo) as run:
         try:
             await run.start()
-            for step in range(run.first_step, config.rollout.num_rollout):
-                if run.eval_due(step):
-                    await evaluate(run, step)
-                groups, rollout = await run.rollout(step)
-                training = await run.optimize(step, groups)
-                sync = await run.sync(training)
-                run.record(step, rollout, training, sync)
-                if run.save_due(step):
-                    await run.save(step + 1)
+            if uses_window(config):
+                await WindowedTraining(run).train()
+            else:
+                await train_synchronously(run)
             await evaluate(run, config.rollout.num_rollout)
             await run.finish()
         except asyncio.CancelledError:
             run.log.echo(f"interrupted; to continue: {command('train', '--resume', run.folder.path)}")
             raise
     return run.folder.path
+
+
+async def train_synchronously(run: TrainingRun) -> None:
+    """Rollout, optimize, sync, record, save: one after the other."""
+    for step in range(run.first_step, run.config.rollout.num_rollout):
+        if run.eval_due(step):
+            await evaluate(run, step)
+        groups, rollout = await run.rollout(step)
+        training = await run.optimize(step, groups)
+        sync = await run.sync(training)
+        run.record(step, rollout, training, sync)
+        if run.save_due(step):
+            await run.save(step + 1)
 
 
 class TrainingRun(EpisodeRun):
@@ -76,6 +87,10 @@ class TrainingRun(EpisodeRun):
         self.rates: dict[str, float] = {}
         """tokens per second, MFU and memory of the last optimizer steps"""
         self._trainer: Trainer | None = None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """See `EpisodeRun.check_state`; the schedule must be the checkpoint's."""
+        check_saved_schedule(self.config, state)
 
     @property
     def trainer(self) -> Trainer:
@@ -155,8 +170,22 @@ class TrainingRun(EpisodeRun):
         sync = {f"sync/{name}": value for name, value in self.weights.seconds.items()}
         return self.rates | sync | self.weights.memory()
 
-    async def save(self, step: int, *, recorded: bool = False) -> None:
-        """Write a checkpoint after `step` rollouts. `recorded`: they were recorded by another run, so this one cannot be resumed."""
+    async def save(
+        self,
+        step: int,
+        *,
+        recorded: bool = False,
+        schedule: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            step: rollouts that were trained on.
+            recorded: they were recorded by another run, so this one cannot be resumed.
+            schedule: the state of the window, in a run that has one.
+            files: further files of the checkpoint, by name.
+        """
         state = {
             "step": step,
             "recorded": recorded,
@@ -164,9 +193,10 @@ class TrainingRun(EpisodeRun):
             "optimizer_step": self.optimizer_step,
             "source": {} if recorded else self.source.state_dict(),
             "report": self.report.state_dict(),
+            **({"schedule": schedule} if schedule is not None else {}),
         }
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
-        await asyncio.to_thread(self.folder.save, step, state, self.trainer.save)
+        await asyncio.to_thread(self.folder.save, step, state, self.trainer.save, files)
         await self.weights.reclaim_gpu(self.trainer)
 
     async def finish(self) -> None:

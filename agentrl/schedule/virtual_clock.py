@@ -1,16 +1,19 @@
 """An event loop whose clock jumps to the next timer, so that hours of waiting are simulated in milliseconds and always alike.
 
-It is for code without threads and sockets: only timers move its clock. A loop in which nothing can happen any more raises `Deadlock`.
+Only timers move its clock, so it is for code without sockets. What runs in an executor (`asyncio.to_thread`) runs at once; with `spend` it takes
+virtual time. A loop in which nothing can happen any more raises `Deadlock`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_spent: list[float] = []
+"""virtual time of the functions that executors run at the moment, the innermost last"""
 
 
 class Deadlock(RuntimeError):
@@ -43,6 +46,33 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Seconds of virtual time since the loop was made."""
         return self._clock.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Call `func` now. Its result arrives after the virtual time that it spent."""
+        future: asyncio.Future[T] = self.create_future()
+        _spent.append(0.0)
+        result, error = None, None
+        try:
+            result = func(*args)
+        except Exception as e:  # noqa: BLE001  as an executor does, it passes on whatever was raised
+            error = e
+        self.call_later(_spent.pop(), _set, future, result, error)
+        return future
+
+
+def spend(seconds: float) -> None:
+    """Called by a function in an executor of a virtual loop: it takes this time. Elsewhere it does nothing."""
+    if _spent:
+        _spent[-1] += seconds
+
+
+def _set(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -2,6 +2,7 @@
 
     checkpoints/NNNNNN/   after NNNNNN rollouts
         trainer/          weights, optimizer, random state
+        buffer.jsonl      groups in flight and groups that wait to be trained on, if the schedule has a window
         state.json        counters; sizes and checksums of everything else, and of itself
 
 `state.json` holds the sizes and checksums of the files in `trainer/`, the checksums of the metrics and timings up to the checkpoint, and the
@@ -44,12 +45,19 @@ class ResumePoint(NamedTuple):
 
 
 def write_checkpoint(
-    run: Path, step: int, state: Mapping[str, Any], positions: Mapping[str, Any], save_trainer: Callable[[Path], Any]
+    run: Path,
+    step: int,
+    state: Mapping[str, Any],
+    positions: Mapping[str, Any],
+    save_trainer: Callable[[Path], Any],
+    files: Mapping[str, bytes],
 ) -> Path:
-    """Write a checkpoint. `positions` are those of the run's files, which must be synced to disk."""
+    """Write a checkpoint. `positions` are those of the run's files, which must be synced to disk; `files` are further ones, by name."""
     checkpoint = run / "checkpoints" / f"{step:06d}"
     with new_folder(checkpoint) as temporary:
         save_trainer(temporary / "trainer")
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
         sync_tree(temporary)
         lines = {f"{name}_checksum": _checksum(run / f"{name}.jsonl", positions[f"{name}_bytes"]) for name in _LINES}
         sizes = {"episodes_sizes": [file.stat().st_size for file in data_files(run / "episodes")]}

@@ -7,6 +7,7 @@ A folder holds `000000.jsonl.zst`, `000001.jsonl.zst`, … One record is one zst
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -40,6 +41,7 @@ class EpisodeWriter:
         """complete tool outputs, written with --keep-whole-outputs"""
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
         self._blobs_synced: set[Path] = set()
+        self._lock = threading.Lock()
         files = data_files(folder)
         # Always a new file: a crash may have truncated the last frame of the previous one, and nothing after it could be read.
         self._number = number_of(files[-1]) + bool(files[-1].stat().st_size) if files else 0
@@ -55,7 +57,12 @@ class EpisodeWriter:
         self.append({"version": VERSION, "kind": "step", **values})
 
     def append(self, record: dict[str, Any]) -> None:
-        frame = self._compressor.compress(encode(record))
+        line = encode(record)
+        with self._lock:  # an evaluation beside training writes too
+            self._append(record, line)
+
+    def _append(self, record: dict[str, Any], line: bytes) -> None:
+        frame = self._compressor.compress(line)
         self._file.write(frame)
         self._file.flush()
         self._index.write(write_entry(index_entry(record, self._offset, len(frame))))

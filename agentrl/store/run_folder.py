@@ -96,8 +96,14 @@ class RunFolder:
         _write_config(path, config, version)
         return folder
 
-    def save(self, step: int, state: Mapping[str, Any], save_trainer: Callable[[Path], Any]) -> Path:
-        """Write a checkpoint. It appears complete or not at all, so a crash leaves the previous one."""
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        save_trainer: Callable[[Path], Any],
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Write a checkpoint, with `files` in it. It appears complete or not at all, so a crash leaves the previous one."""
         for part in (self.metrics, self.timings, self.episodes):
             part.sync()
         sync(self.path)
@@ -106,7 +112,7 @@ class RunFolder:
             "timings_bytes": self.timings.position(),
             "episodes_position": self.episodes.position(),
         }
-        checkpoint = write_checkpoint(self.path, step, state, positions, save_trainer)
+        checkpoint = write_checkpoint(self.path, step, state, positions, save_trainer, files or {})
         remove_old(self.path, self.config.run.keep_checkpoints)
         return checkpoint
 

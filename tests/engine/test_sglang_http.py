@@ -194,7 +194,7 @@ async def interrupted(engine, double, manifest, sampled: int, sampling=FIVE):
 
 
 async def test_an_interrupted_generation_keeps_its_tokens_under_one_budget(engine, double, manifest):
-    engine.keep_interrupted = True
+    engine.keep_tokens(None)
     g = await interrupted(engine, double, manifest, sampled=2)
     assert (g.ids, g.finish_reason) == ((2, 3, 4, 5, 6), FinishReason.LENGTH)
     assert g.versions == ((0, 2), (3, 3))
@@ -212,15 +212,14 @@ async def test_without_being_told_to_keep_them_an_interrupted_generation_is_abor
 
 @pytest.mark.parametrize("stop", ["3.4", "2.3.4"])
 async def test_a_stop_string_that_an_interruption_divides_ends_the_generation(engine, double, manifest, stop):
-    engine.keep_interrupted = True
-    engine._decode = lambda ids: "".join(f"{i}." for i in ids)
+    engine.keep_tokens(lambda ids: "".join(f"{i}." for i in ids))
     g = await interrupted(engine, double, manifest, 2, SamplingParams(5, stop=(stop,)))
     assert (g.ids, g.finish_reason, g.matched_stop) == ((2, 3, 4), FinishReason.STOP, stop)
     assert g.versions == ((0, 2), (3, 1))
 
 
 async def test_a_stop_string_cannot_be_divided_where_nothing_decodes(engine, double, manifest):
-    engine.keep_interrupted = True
+    engine.keep_tokens(None)
     with pytest.raises(EngineAbort, match="in flight"):
         await interrupted(engine, double, manifest, 2, SamplingParams(5, stop=("3.4",)))
 

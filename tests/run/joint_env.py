@@ -16,6 +16,10 @@ def parts(trajectory):
     return {"a": 1.0, "b": 2.0}
 
 
+def odd_groups(group):
+    return group.index % 2 == 1
+
+
 class Joint(ToolEnv):
     """The score is the number that the policy says last."""
 

@@ -29,7 +29,7 @@ from agentrl.run import components as assemble
 from agentrl.run import report
 from agentrl.run.sft import sft
 from agentrl.run.training import train
-from agentrl.store import read_episodes
+from agentrl.store import read_episodes, read_records
 from agentrl.train.megatron import trainer as megatron
 from agentrl.weight_sync.broadcast import BroadcastSync
 from agentrl.weight_sync.colocated import ColocatedSync
@@ -154,6 +154,11 @@ def all_fail(request):
 
 def odd_ones_fail(request):
     return EngineFailure("503") if index_of(request) % 2 else says(request)
+
+
+async def first_group_is_slow(request):
+    await asyncio.sleep(0.5 if index_of(request) < 2 else 0)
+    return says(request)
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------------
@@ -347,9 +352,23 @@ def told(s):
 
 PORT = free_port()
 AGENT = {"env": str(ENV.with_name("joint_agent.py")), "num_rollout": 1}
+
+
+def schedule_of(name):
+    """Of the groups in the order in which they were trained on."""
+    return lambda s: [
+        r["schedule"][name] for r in read_records(s.path / "episodes") if "schedule" in r and r["index"] % 2 == 0
+    ]
+
+
+def trained_groups(s):
+    return {int(r.source[0].partition("-")[0]) // 2 for r in s.rows}
+
+
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
 EVALUATED = {"eval_interval": 20}
 FILE = {"prompt_data": "MODEL/tasks.jsonl"}
+ASYNC = {"schedule": "async", "num_rollout": 4}
 LOST = {"max_failure_share": 1.0, "max_retries": 0, "entropy_coef": 0.1}
 CASES = [
     # run
@@ -460,6 +479,16 @@ CASES = [
     Case("eval_max_response_len", 77, sampling_first, {77}, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
+    # schedule
+    Case("schedule", "async", schedule_of("slot"), [0, 1, 2, 3]),
+    Case("schedule", "one_step_off", schedule_of("staleness"), [0, 0, 1, 1]),
+    Case("async_buffer_size", 6, schedule_of("staleness"), [0, 0, 1, 1, 2, 2, 2, 2], ASYNC),
+    Case("consumption_window", 3, lambda s: schedule_of("slot")(s)[0], 1, ASYNC, first_group_is_slow),
+    Case("update_weights_interval", 2, lambda s: s.engine.version, 2, ASYNC),
+    Case("max_staleness", 0, error, "ConfigError", ASYNC),
+    Case("partial_rollout", False, engine("keep_interrupted"), False, ASYNC),
+    Case("dynamic_sampling_filter_path", "ENV:odd_groups", trained_groups, {1, 3}, {"num_rollout": 1}),
+    Case("max_resamples", 1, trained_groups, {1}, {"num_rollout": 1, "dynamic_sampling_filter_path": "ENV:odd_groups"}),
     # sft
     Case("sft_epochs", 2, lambda s: len(s.trainer.steps), 2, job="sft"),
     Case("sft_batch_size", 2, lambda s: [len(rows) for rows, _, _ in s.trainer.steps], [2, 2, 2], job="sft"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paces import paces
 
 from agentrl.schedule.pipeline import Pipeline
-from agentrl.schedule.virtual_clock import Deadlock, run_virtual
+from agentrl.schedule.virtual_clock import Deadlock, run_virtual, spend
 from agentrl.schedule.window import Pace, WindowedFifo
 
 TRAIN_S = 1.0
@@ -120,6 +120,25 @@ def test_a_failure_of_a_slot_is_raised_and_the_others_are_cancelled():
     with pytest.raises(ValueError, match="a bug"):
         run_virtual(check())
     assert cancelled == [1, 2]
+
+
+def test_what_an_executor_runs_takes_the_virtual_time_that_it_spends():
+    def work(seconds: float) -> float:
+        spend(seconds)
+        if seconds > 5:
+            raise ValueError("too long")
+        return seconds
+
+    async def check() -> None:
+        clock = asyncio.get_running_loop().time
+        assert await asyncio.gather(*(asyncio.to_thread(work, s) for s in (2.0, 5.0))) == [2.0, 5.0]
+        assert clock() == 5.0
+        with pytest.raises(ValueError, match="too long"):
+            await asyncio.to_thread(work, 6.0)
+        assert clock() == 11.0
+
+    run_virtual(check())
+    spend(1.0)  # outside a virtual loop it does nothing
 
 
 def test_a_virtual_loop_takes_no_time_and_finds_deadlocks():

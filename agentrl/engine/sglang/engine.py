@@ -73,7 +73,6 @@ class SGLangEngine:
         model_dir: the model's folder, if it can be read here: new weights are compared with it before they are sent.
         context_length: maximum tokens of context and generation; None: the server's.
         policy_version: version of the weights that the server starts with.
-        decode: ids -> text; with it, stop strings are found that an interruption divides (see `keep_interrupted`).
         timeout_s: limit of every call other than `generate`.
         generate_timeout_s: limit of one generation, including the time in the server's queue.
     """
@@ -85,7 +84,6 @@ class SGLangEngine:
         model_dir: Path | None = None,
         context_length: int | None = None,
         policy_version: int = 0,
-        decode: Decode | None = None,
         timeout_s: float = 300.0,
         generate_timeout_s: float = 3600.0,
     ) -> None:
@@ -93,7 +91,7 @@ class SGLangEngine:
         self.address = self.api.address
         self.policy_version = policy_version
         self.keep_interrupted = False
-        """Generations that a weight update interrupts keep their tokens and continue with the new weights. Otherwise they raise EngineAbort"""
+        """see `keep_tokens`"""
         self.starts = 0
         """completed calls of `start`; what was agreed with the server before the last one is lost"""
         config = _text_config(model_dir)
@@ -103,7 +101,7 @@ class SGLangEngine:
         self._context_length = context_length
         self._model_dir = model_dir
         self._first_version = policy_version
-        self._decode = decode
+        self._decode: Decode | None = None
         self._generate_timeout_s = generate_timeout_s
         self._client_id, self._requests_sent = uuid.uuid4().hex, 0
         self._flights: set[_Flight] = set()
@@ -134,6 +132,13 @@ class SGLangEngine:
     def silent_s(self) -> float:
         """Time since the last response while the server has requests; 0 while it has none or is paused."""
         return asyncio.get_running_loop().time() - self._last_response if self._in_server and not self.paused else 0.0
+
+    def keep_tokens(self, decode: Decode | None) -> None:
+        """From now on, generations that a weight update interrupts keep their tokens and continue with the new weights.
+
+        `decode` (ids -> text) finds stop strings that an interruption divides; without it, generations with stop strings raise EngineAbort.
+        """
+        self.keep_interrupted, self._decode = True, decode
 
     async def start(self) -> None:
         """Connect; call it again after the server was restarted. A paused engine stays paused.

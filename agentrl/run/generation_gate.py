@@ -1,0 +1,49 @@
+"""Lets generations through to the engine, and waits for those in flight before a weight update, if none may be interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from agentrl.core.message_images import PlacedImage
+from agentrl.engine.base import Generation, Generator, SamplingParams
+
+
+class GenerationGate:
+    """A `Generator` in front of an engine. While it is closed, generations wait; those in flight are finished before it is."""
+
+    def __init__(self, engine: Generator) -> None:
+        self.engine = engine
+        self._in_flight = 0
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
+        """See `Generator.generate`."""
+        await self._open.wait()
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            return await self.engine.generate(ids, sampling, session=session, images=images)
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def release(self, session: str) -> None:
+        """See `Generator.release`."""
+        await self.engine.release(session)
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """A block in which no generation is in flight. Episodes inside a tool are not waited for."""
+        self._open.clear()
+        try:
+            await self._idle.wait()
+            yield
+        finally:
+            self._open.set()

@@ -1,0 +1,71 @@
+"""The sizes of the window from the settings, and which groups are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.config import Config
+from agentrl.core.registry import Registry
+from agentrl.errors import ConfigError, ContractError
+from agentrl.schedule.window import Pace
+from agentrl.types import Group
+
+DEFAULT_WINDOW = 0.3
+"""share of the buffer among which training may choose, as in torchtitan's windowed FIFO"""
+EQUAL = 1e-6
+"""scores that differ by less are equal"""
+GroupFilter = Callable[[Group], bool]
+"""whether to train on a group"""
+
+
+def pace_of(config: Config) -> Pace:
+    """The window of the settings.
+
+    Raises:
+        ConfigError: no run can keep it, or a sample could be staler than `max_staleness`.
+    """
+    schedule, batch = config.schedule, config.rollout.rollout_batch_size
+    interval = schedule.update_weights_interval
+    if schedule.schedule == "sync":
+        pace = Pace(batch=batch, buffer=batch)
+    elif schedule.schedule == "one_step_off":
+        pace = Pace(batch=batch, buffer=(interval + 1) * batch, interval=interval, whole_rollouts=True)
+    else:
+        buffer = schedule.async_buffer_size or 2 * batch * interval
+        window = schedule.consumption_window or max(1, int(DEFAULT_WINDOW * buffer))
+        pace = Pace(batch=batch, buffer=buffer, window=window, interval=interval)
+    allowed = schedule.max_staleness
+    if allowed is not None and pace.max_staleness > allowed:
+        raise ConfigError(
+            f"--max-staleness {allowed} cannot be kept: with a buffer of {pace.buffer} groups, a window of {pace.window} and {batch} groups "
+            f"per rollout a sample may be {pace.max_staleness} rollouts old; give a smaller --async-buffer-size or --consumption-window"
+        )
+    return pace
+
+
+def nonzero_std(group: Group) -> bool:
+    """Keep groups whose scores differ; the others have no gradient (the dynamic sampling of DAPO, arXiv:2503.14476, §3.2)."""
+    scores = [t.score for t in group.trajectories]
+    return max(scores) - min(scores) >= EQUAL
+
+
+FILTERS = Registry("group filter", {"nonzero_std": "agentrl.schedule.pace:nonzero_std"})
+"""group filters by name"""
+
+
+def resolve_filter(name: str | None) -> GroupFilter | None:
+    """The function behind `--dynamic-sampling-filter-path`; None: every group is trained on.
+
+    Raises:
+        UnknownNameError, ConfigError, ContractError: unknown, not importable, or not a function.
+    """
+    if name is None:
+        return None
+    function: Any = FILTERS.resolve(name)
+    if not callable(function):
+        raise ContractError(
+            f"--dynamic-sampling-filter-path {name}: expected a function of a Group, found {function!r:.80}"
+        )
+    keep: GroupFilter = function
+    return keep
