@@ -108,7 +108,7 @@ class MockEngine(ScriptedEngine):
 class MockTrainer:
     """Takes its time."""
 
-    copies, micro_batch_tokens, multiple = 1, 1 << 14, 1
+    copies, micro_batch_tokens, micro_batch_rows, multiple, tree_packing = 1, 1 << 14, None, 1, False
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.steps_at: list[float] = []
