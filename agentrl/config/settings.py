@@ -472,7 +472,7 @@ def _plain(value: Any, defaults: Container[str] | None = None) -> Any:
             name: "none" if v is None else _plain(v, defaults)
             for name, (v, default) in values.items()
             if (v is not None or default is not None)
-            and (defaults is None or name in SECTIONS or name in TABLES or name in defaults or v != default)
+            and (defaults is None or isinstance(value, Config) or name in defaults or v != default)
         }
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
