@@ -19,7 +19,7 @@ from agentrl.config import FIELDS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.run.run_log import warnings_on_stderr
 
-_COMMANDS = "train rollout eval sft check replay rescore fork view export tokens convert help".split()
+_COMMANDS = "train rollout eval sft gateway check replay rescore fork view export tokens convert help".split()
 """Command NAME is the module NAME_command, which adds it to the parser."""
 
 

@@ -16,6 +16,7 @@ from agentrl.data.row_files import SUFFIXES, data_suffix
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
+from agentrl.gateway.agent_env import AgentEnv
 from agentrl.run.model_folder import embedded
 from agentrl.store.run_folder import recorded_config
 
@@ -48,6 +49,22 @@ def resolve_played(args: argparse.Namespace, rest: Sequence[str], *, scored: boo
     if scored and not (e.reward or e.custom_rm_path or e.custom_generate_function_path or e.rollout_function_path):
         raise ConfigError(
             "nothing scores the answers to the tasks; give --reward NAME|FILE.py, or an environment with --env"
+        )
+    return config
+
+
+def resolve_open_gateway(args: argparse.Namespace, rest: Sequence[str]) -> Config:
+    """The settings of a gateway for agents that the run does not start: any `AgentEnv`, which may score them.
+
+    Raises:
+        ConfigError: the environment is not an AgentEnv.
+    """
+    config = resolve(args, rest)
+    if config.env.env is None:
+        config = replace(config, env=replace(config.env, env="agentrl.gateway:AgentEnv"))
+    elif not issubclass(make_env_class(config.env.env), AgentEnv):
+        raise ConfigError(
+            f"--env {config.env.env}: not an AgentEnv, whose rewards would score the agents; leave --env out"
         )
     return config
 

@@ -303,6 +303,8 @@ class GatewaySettings:
     Whoever reaches the address and knows the key of an episode can use the policy until the episode ends."""
     gateway_port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """port on which the gateway listens; 0: any free port"""
+    gateway_idle_s: Annotated[float, Field(gt=0)] = 60.0
+    """`agentrl gateway`: an episode ends when its key has made no request for this many seconds"""
     gateway_url: Annotated[str | None, "URL"] = None
     """base address that agents are told, such as that of a tunnel into their container (default: that of host and port)"""
 

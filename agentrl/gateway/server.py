@@ -124,6 +124,10 @@ class GatewayServer:
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
+    def forget(self, key: str) -> None:
+        """Serve a key no longer; its next request is that of an unknown key."""
+        self._sessions.pop(_hashed(key), None)
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -254,6 +258,11 @@ async def _read_body(request: web.BaseRequest) -> bytes:
     too_large = RequestError(413, f"the request has more than {MAX_BODY >> 20} MiB; shorten it", "request_too_large")
     if (request.content_length or 0) > MAX_BODY:
         raise too_large
+    if request.content.is_eof():  # the whole body has arrived
+        whole = await request.content.read()
+        if len(whole) > MAX_BODY:
+            raise too_large
+        return whole
     body = bytearray()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):

@@ -61,6 +61,7 @@ class GatewaySession:
         self.spent = asyncio.Event()
         """set when the number of turns is spent"""
         self.sealed = False
+        self.last_request = time.monotonic()
         self._record = asyncio.Lock()
         """held while a request is planned or recorded"""
         self._refused = 0
@@ -87,6 +88,7 @@ class GatewaySession:
         Raises:
             RequestError: the episode has ended, or the model is unknown.
         """
+        self.last_request = time.monotonic()
         if self.sealed:
             self.counts["requests after the end"] += 1
             raise RequestError(
@@ -174,6 +176,8 @@ class GatewaySession:
     async def _generations(self, plan: ContextPlan, agent: str, number: int) -> list[Sampled]:
         """The generations of a planned request; a failure ends the episode."""
         try:
+            if plan.request.n == 1:  # the usual case, without a task of its own
+                return [await self.sample(plan, agent, number, 0)]
             return await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
         except (Failure, UsageError) as e:
             self.fail(e)
@@ -201,6 +205,11 @@ class GatewaySession:
         """End the episode with a failure."""
         if not self.failed.done():
             self.failed.set_exception(failure)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for its generation."""
+        return bool(self._tasks)
 
     async def seal(self) -> None:
         """Answer no further request; generations in flight are not recorded."""

@@ -515,6 +515,7 @@ ELSEWHERE = {
     "rollout_external_engine_addrs": "needs servers: test_settings_of_servers",
     "engine_python": "needs servers: test_sglang_plan.py",
     "engine_pythonpath": "needs servers: test_sglang_plan.py",
+    "gateway_idle_s": "of `agentrl gateway`: tests/gateway/test_open_gateway.py",
     "sglang": "needs servers: test_sglang_plan.py",
 }
 """why no case here has the setting"""

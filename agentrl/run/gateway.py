@@ -1,0 +1,52 @@
+"""`agentrl gateway`: record the episodes of agents that somebody else starts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from agentrl.config import Config
+from agentrl.gateway.open_gateway import OpenGateway
+from agentrl.run.components import Components
+from agentrl.run.rollouts import EpisodeRun
+from agentrl.run.run_log import Echo
+from agentrl.store.run_folder import settings_fingerprint
+from agentrl.types import Trajectory
+
+
+async def serve_gateway(config: Config, *, echo: Echo = print) -> Path:
+    """Listen until the job is cancelled; returns the run folder, which holds an episode for each key that made requests."""
+    components = Components(config, trains=False)
+    await components.require_env()
+    fingerprint = settings_fingerprint(config)
+    async with EpisodeRun(components, echo=echo, plays="recorded") as run:
+        await run.start_engine()
+        runner = components.runner(run.engine, components.runner_settings("train"))
+
+        def record(t: Trajectory) -> None:
+            run.folder.episodes.write(t, step=0, split="train", config=fingerprint)
+            run.log.echo(
+                f"episode {t.episode_id}: {len(t.turns)} turns, {t.sampled_tokens} tokens, {t.stop_reason.value}"
+            )
+
+        g = config.gateway
+        gateway = OpenGateway(
+            runner,
+            record,
+            host=g.gateway_host,
+            port=g.gateway_port,
+            idle_s=g.gateway_idle_s,
+            most=config.rollout.concurrency,
+        )
+        await gateway.server.start()
+        url, models = g.gateway_url or gateway.server.url, ", ".join(getattr(components.env_class, "models", ()))
+        run.log.echo(
+            f"listening: OPENAI_BASE_URL={url}/v1 ANTHROPIC_BASE_URL={url}, model {models}, any API key; each key is an episode, "
+            f"which ends after {g.gateway_idle_s:g} s without a request; recorded in {run.folder.path}"
+        )
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await gateway.close()
+            runner.close()
+    return run.folder.path

@@ -1,0 +1,241 @@
+"""The CPU time of a turn at the gateway, beside a proxy that forwards bytes without reading them; and the memory of open sessions.
+
+    python benchmarks/gateway.py [--concurrent 256] [--turns 8] [--rounds 3] [--sessions 10000]
+
+The clients run in a process of their own, whose time is not counted. Each plays a tool loop of chat completions: a turn adds a call and a result
+of 400 characters. The proxy is an aiohttp server and an aiohttp client in one process; what it forwards to answers with as many bytes as the
+gateway does. The gateway parses, matches, renders and records; its engine returns a fixed generation in the same process, so that the cost
+of a request to an engine (benchmarks/overhead) is not in its figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import gc
+import json
+import multiprocessing
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from aiohttp import web
+
+from agentrl.core.sequences import ids_checksum
+from agentrl.engine.base import Generation, SamplingParams
+from agentrl.gateway import AgentEnv
+from agentrl.gateway.server import GatewayServer
+from agentrl.gateway.session import GatewaySession
+from agentrl.render import Tokenizer, make_renderer
+from agentrl.reward import Scorer
+from agentrl.rollout.env_instance import ThreadPools
+from agentrl.rollout.episode import Episode, EpisodeRunner, Limits
+from agentrl.types import EpisodeSpec, FinishReason, Task
+
+ROOT = Path(__file__).parents[1]
+PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
+CALL = '<tool_call>{"name": "search", "arguments": {"query": "the capital of France"}}</tool_call>'
+RESULT = "The capital of the country is the city that you know. "[:50] * 8
+
+
+class Idle(AgentEnv):
+    """Its agents are the clients of this benchmark."""
+
+
+class FixedEngine:
+    """Returns the same generation, which calls a tool."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.ids, self.log_probs = ids, (-0.5,) * len(ids)
+
+    async def generate(self, ids: Any, sampling: Any, *, session: str, images: Any = ()) -> Generation:
+        crc = ids_checksum(ids)
+        return Generation(self.ids, self.log_probs, FinishReason.STOP, self.ids[-1], context_crc=crc)
+
+    async def release(self, session: str) -> None: ...
+
+
+def make_runner() -> EpisodeRunner:
+    tokenizer = Tokenizer.load(ROOT / "agentrl/assets/search_r1_3m")
+    renderer = make_renderer(tokenizer, "hermes")
+    return EpisodeRunner(
+        make_env=Idle,
+        env_class=Idle,
+        engine=FixedEngine((*tokenizer.encode(CALL), renderer.end_id)),
+        renderer=renderer,
+        scorer=Scorer(()),
+        limits=Limits(max_turns=1000, max_response_tokens=1 << 18, context_length=1 << 19),
+        sampling=SamplingParams(max_new_tokens=1),
+        seed=0,
+        pools=ThreadPools(Idle),
+    )
+
+
+# -- clients, in a process of their own ------------------------------------------------------------------------------------
+
+
+def play_clients(pipe: Any, turns: int) -> None:
+    asyncio.run(_clients(pipe, turns))
+
+
+async def _clients(pipe: Any, turns: int) -> None:
+    upstream = await serve_upstream()
+    pipe.send(upstream)
+    while (job := await asyncio.to_thread(pipe.recv)) is not None:
+        url, keys = job
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            sizes = await asyncio.gather(*(_episode(session, url, key, turns) for key in keys))
+        pipe.send(max(sizes))
+
+
+async def _episode(session: aiohttp.ClientSession, url: str, key: str, turns: int) -> int:
+    messages: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+    size = 0
+    for _ in range(turns):
+        body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
+        async with session.post(f"{url}/v1/chat/completions", data=body, headers={"x-api-key": key}) as response:
+            answer = await response.read()
+            response.raise_for_status()
+        size = len(answer)
+        message = json.loads(answer)["choices"][0]["message"]
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": c["id"], "content": RESULT} for c in message["tool_calls"]]
+    return size
+
+
+async def serve_upstream() -> str:
+    """What the proxy forwards to: one answer of a gateway's form."""
+    call = {
+        "id": "call_0_0",
+        "type": "function",
+        "function": {"name": "search", "arguments": '{"query":"the capital of France"}'},
+    }
+    message = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+    usage = {
+        "prompt_tokens": 100,
+        "completion_tokens": 30,
+        "total_tokens": 130,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    head = {"id": "chatcmpl-0", "object": "chat.completion", "created": 1700000000, "model": "policy"}
+    body = json.dumps({**head, "choices": [choice], "usage": usage}, separators=(",", ":")).encode()
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        await request.read()
+        return web.Response(body=body, content_type="application/json")
+
+    return await _serve(answer)
+
+
+async def _serve(handler: Any) -> str:
+    server = web.ServerRunner(web.Server(handler), access_log=None)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0, backlog=4096).start()
+    return f"http://127.0.0.1:{server.addresses[0][1]}"
+
+
+# -- the servers under test ------------------------------------------------------------------------------------------------
+
+
+async def proxy(upstream: str) -> str:
+    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    async def forward(request: web.BaseRequest) -> web.Response:
+        body = await request.read()
+        async with session.post(upstream + request.path, data=body, headers={"x-api-key": "k"}) as response:
+            return web.Response(body=await response.read(), content_type="application/json")
+
+    return await _serve(forward)
+
+
+def open_sessions(server: GatewayServer, runner: EpisodeRunner, count: int) -> list[tuple[str, GatewaySession]]:
+    opened = []
+    for index in range(count):
+        episode = Episode(runner, EpisodeSpec(Task("t", "q"), index, index))
+        session = GatewaySession(episode, Idle.models, Idle.side_models)
+        opened.append((server.register(session), session))
+    return opened
+
+
+async def cpu_per_turn(pipe: Any, url: str, keys: list[str], turns: int) -> tuple[float, int]:
+    """CPU milliseconds of this process for a turn, and the size of an answer."""
+    gc.collect()
+    before = time.process_time()
+    pipe.send((url, keys))
+    size = await asyncio.to_thread(pipe.recv)
+    return 1000 * (time.process_time() - before) / (len(keys) * turns), size
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    pipe, theirs = multiprocessing.Pipe()
+    clients = multiprocessing.get_context("spawn").Process(target=play_clients, args=(theirs, args.turns), daemon=True)
+    clients.start()
+    proxy_url = await proxy(await asyncio.to_thread(pipe.recv))
+    runner, server = make_runner(), GatewayServer()
+    await server.start()
+    proxied, gateway = [], []
+    for _ in range(args.rounds):
+        keys = ["k"] * args.concurrent
+        proxied.append((await cpu_per_turn(pipe, proxy_url, keys, args.turns))[0])
+        opened = open_sessions(server, runner, args.concurrent)
+        gateway.append((await cpu_per_turn(pipe, server.url, [k for k, _ in opened], args.turns))[0])
+        assert all(len(s.recorder.drafts) == args.turns for _, s in opened)
+        for key, session in opened:
+            server.unregister(key)
+            await session.seal()
+    result = {"gateway_ms": min(gateway), "proxy_ms": min(proxied), "ratio": min(gateway) / min(proxied)}
+    result |= await memory(pipe, server, runner, args)
+    pipe.send(None)
+    await server.close()
+    return result
+
+
+async def memory(pipe: Any, server: GatewayServer, runner: EpisodeRunner, args: argparse.Namespace) -> dict[str, float]:
+    """Kilobytes of a session that is open, and of one that has played its turns."""
+    process = psutil.Process()
+    gc.collect()
+    before = process.memory_info().rss
+    opened = open_sessions(server, runner, args.sessions)
+    idle = (process.memory_info().rss - before) / args.sessions / 1024
+    keys = [k for k, _ in opened]
+    for first in range(0, len(keys), args.concurrent):
+        await cpu_per_turn(pipe, server.url, keys[first : first + args.concurrent], args.turns)
+    played = (process.memory_info().rss - before) / args.sessions / 1024
+    return {"sessions": args.sessions, "kb_per_open_session": idle, "kb_per_played_session": played}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("concurrent", 256), ("turns", 8), ("rounds", 3), ("sessions", 10000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    args = parser.parse_args()
+    result = asyncio.run(measure(args))
+    for name, value in result.items():
+        print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
+    if args.out:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        record = {
+            "metric": "CPU of a turn at the gateway / of a raw aiohttp proxy",
+            "value": round(result["ratio"], 3),
+            "baseline": 1.5,
+            **{k: round(v, 3) for k, v in result.items()},
+            "commit": commit.stdout.strip(),
+            "command": "python benchmarks/gateway.py "
+            + " ".join(f"--{k} {v}" for k, v in vars(args).items() if k != "out"),
+            "date": datetime.date.today().isoformat(),
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
