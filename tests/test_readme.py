@@ -4,9 +4,14 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+from doubles import EMBEDDED
+
 from agentrl.check import check_env
+from agentrl.cli.main import main
 from agentrl.env import make_env_class
+from agentrl.render import Tokenizer
 from agentrl.reward import resolve_rewards
+from agentrl.store import read_episodes
 from agentrl.types import Action, Task, ToolCall, ToolResult
 
 README = Path(__file__).parent.parent / "README.md"
@@ -26,9 +31,25 @@ def test_it_is_short(tmp_path):
     assert sum(bool(line.strip()) for line in body.splitlines()) <= 25
 
 
-async def test_it_keeps_the_contract(tmp_path):
-    report = await check_env(example(tmp_path), {}, episodes=4)
+async def test_it_keeps_the_contract_without_a_warning(tmp_path):
+    report = await check_env(example(tmp_path), {}, episodes=20)
     assert report.ok, str(report)
+    assert not report.findings, str(report)
+
+
+def test_the_embedded_model_plays_it_as_the_readme_says(tmp_path, monkeypatch):
+    """The template of the embedded model leaves tools out; the flag that the README names writes them into the prompt."""
+    example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    small = ["--num-rollout", "1", "--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--max-turns", "1"]
+    short = ["--rollout-max-response-len", "8", "--tensorboard", "false", "--run", "run"]
+    words = ["rollout", "--env", "guess.py", "--model", "search_r1_3m", *small, *short]
+    assert main(words) == 2
+    assert main([*words, "--tools-in-prompt"]) == 0
+    (first, _) = read_episodes(tmp_path / "run/episodes")
+    prompt = Tokenizer.load(EMBEDDED).decode(first.segments[0].spans[0].ids)
+    assert '"name": "guess"' in prompt
+    assert "<tool_call>" in prompt
 
 
 def test_it_can_be_won(tmp_path):

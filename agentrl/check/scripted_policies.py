@@ -27,6 +27,8 @@ _TEMPLATE = (
 ToolsOfTask = Callable[[Task], Sequence[ToolSpec]]
 """the tools that the policy sees in the episodes of a task"""
 _MAX_CALLS = 8
+_LABEL_SHARE = 0.25
+"""share of numbers that are the task's label, where that is one"""
 """calls in one turn"""
 _UNUSUAL = (
     "🙂 naïve 東京",
@@ -153,6 +155,8 @@ def argument(
     if kind == "string":
         return " ".join(random.choices(words(task), k=random.randint(1, 4)))
     if kind in ("integer", "number"):
+        if isinstance(task.label, int) and random.random() < _LABEL_SHARE:
+            return task.label
         low = schema.get("minimum", 0)
         return random.randint(int(low), int(schema.get("maximum", max(low, 0) + 5)))
     if kind == "array":

@@ -58,6 +58,8 @@ def advice(name: str) -> str | None:
     if name.replace("-", "_") in FIELDS:
         return None
     tables = flag_tables()
+    if name in tables.same:
+        return None
     longest = max((prefix for prefix in tables.prefixes if name.startswith(prefix)), key=len, default=None)
     return tables.refused.get(name) or (tables.prefixes[longest] if longest else None)
 

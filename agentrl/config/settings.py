@@ -65,6 +65,10 @@ class RunSettings:
     """number of an optimizer step to profile, from 1 (default: none)
 
     Each trainer rank writes a trace of the step into profile/ of the run folder, for ui.perfetto.dev, and a table of its operators."""
+    trackers: Annotated[tuple[Literal["wandb", "mlflow", "trackio"], ...], "NAME"] = ()
+    """services that receive the metrics too, each an extra: wandb, mlflow, trackio (default: none)"""
+    tracking_project: Annotated[str, "NAME"] = "agentrl"
+    """project (W&B, trackio) or experiment (MLflow) of --trackers"""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(exclude=True)] = "info"
     """lowest severity of logged messages
 
@@ -123,6 +127,8 @@ class EnvSettings:
     The other components are reported with weight 0, or left out if they are not numbers."""
     action_format: Annotated[str | None, "NAME"] = None
     """syntax of tool calls and answers, such as hermes or search_r1 (default: the environment's choice, or the model family's)"""
+    tools_in_prompt: bool = False
+    """write the tools and how to call them into the system message, where the chat template leaves tools out"""
     max_turns: Annotated[int, Field(ge=1)] = 8
     """maximum turns of an episode
 

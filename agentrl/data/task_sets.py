@@ -85,7 +85,7 @@ class TaskSets:
         if form.needs_tools and not self.renderer.shows_tools:
             raise DataError(
                 f"its column 'tools' has {names}, and the model's chat template omits tools, so the policy would not see them; "
-                "describe them in the prompt and set shows_tools = True in the environment, or leave the column out"
+                "give --tools-in-prompt, describe them in the prompt and set shows_tools = True in the environment, or leave the column out"
             )
 
     def _evaluation_files(self, pairs: Sequence[str]) -> dict[str, list[Task]]:

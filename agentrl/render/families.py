@@ -69,6 +69,7 @@ def make_renderer(
     surplus: Literal["error", "ignore", "refuse"] = "error",
     now: datetime | None = None,
     images: Images | TemplateError | None = None,
+    tools_in_prompt: bool = False,
     **template_args: Any,
 ) -> Renderer:
     """Build the renderer for a model.
@@ -82,6 +83,7 @@ def make_renderer(
         surplus: What becomes of calls over the limit.
         now: The template's date. None: now.
         images: The model's image processor (see `Renderer`).
+        tools_in_prompt: Write the tools into the system message if the template leaves them out.
         template_args: Variables of the template (enable_thinking=False, …).
 
     Returns:
@@ -107,5 +109,6 @@ def make_renderer(
         surplus=surplus,
         now=now,
         images=images,
+        tools_in_prompt=tools_in_prompt,
         **template_args,
     )

@@ -27,6 +27,7 @@ from agentrl.render.injection_guard import InjectionGuard
 from agentrl.render.message_shape import shape_of
 from agentrl.render.template_probe import QUESTION, TemplateProbe
 from agentrl.render.tokenizer import Tokenizer
+from agentrl.render.tool_prompt import FORMAT, with_tools
 from agentrl.types import Action, FinishReason, Message, Provenance
 
 GENERIC = Family(name="generic", marks=(), format="hermes")
@@ -57,6 +58,7 @@ class Renderer:
         surplus: Literal["error", "ignore", "refuse"] = "error",
         now: datetime | None = None,
         images: Images | TemplateError | None = None,
+        tools_in_prompt: bool = False,
         **template_args: Any,
     ) -> None:
         """Probe the template. See `make_renderer` for the usual way to build one.
@@ -72,6 +74,7 @@ class Renderer:
             surplus: Calls over the limit become errors, are ignored, or all calls of the turn are refused.
             now: The template's date. None: now.
             images: The model's image processor. None: the model accepts no images; an error: raised at the first image.
+            tools_in_prompt: Write the tools into the system message if the template leaves them out (see tool_prompt.py).
             template_args: Variables of the template (enable_thinking=False, …).
 
         Raises:
@@ -86,7 +89,13 @@ class Renderer:
         self.images = images
         self._family = family
         self._surplus = surplus
+        self._tools_in_prompt = tools_in_prompt
         self._where = where
+        if tools_in_prompt and action_format.name != FORMAT:
+            raise TemplateError(
+                f"--tools-in-prompt describes calls of the action format {FORMAT}, the model's is {action_format.name}; "
+                f"give --action-format {FORMAT}, or describe the tools in the environment's system_prompt"
+            )
         self._template = ChatTemplate(
             tokenizer.chat_template, tokenizer.special, where, now=now, adapt=family.adapt, args=template_args
         )
@@ -129,8 +138,13 @@ class Renderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template puts the tools' schemas into the prompt."""
-        return self._probe.shows_tools()
+        """Whether the prompt holds the tools' schemas: the template writes them, or this renderer does."""
+        return self._tools_in_prompt or self._probe.shows_tools()
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether this renderer writes the tools into the system message."""
+        return self._tools_in_prompt and not self._probe.shows_tools()
 
     # -- messages to ids ---------------------------------------------------------------------------------------------
 
@@ -148,6 +162,8 @@ class Renderer:
             TemplateError: the template refuses the conversation.
         """
         schemas = list(tools) if self.format.needs_tools else []
+        if schemas and self._writes_tools:
+            messages, schemas = with_tools(messages, schemas), []
         key = _conversation_key(messages, schemas)
         pieces = self._prompts.get(key) if key is not None else None
         if pieces is None:

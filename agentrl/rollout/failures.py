@@ -18,6 +18,13 @@ CONSECUTIVE_PER_SLOT = 2
 """consecutive failed attempts that are tolerated per concurrent episode; a server that dies fails one per slot"""
 
 
+_LIMITS = tuple(
+    reason.value
+    for reason in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.ENV_TRUNCATED)
+)
+"""limits of turns, tokens and context; an episode that reaches one is no failure"""
+
+
 @dataclass
 class CauseTable:
     """Counts of attempts by stop reason and cause. It answers 'why are there no training rows?'."""
@@ -76,11 +83,12 @@ class CauseTable:
         return dict(totals)
 
     @property
-    def unremarkable(self) -> bool:
-        """True if every attempt terminated and nothing else happened."""
-        return not (self.retried or self.dropped_groups) and {r for r, _ in self.counts} <= {
-            StopReason.TERMINATED.value
-        }
+    def needs_attention(self) -> bool:
+        """True if something failed, was retried, timed out or was dropped, or if more than half of the attempts were cut by a limit."""
+        reasons = self.by_reason()
+        benign = {StopReason.TERMINATED.value, *_LIMITS}
+        cut = sum(reasons.get(reason, 0) for reason in _LIMITS)
+        return bool(self.retried or self.dropped_groups or reasons.keys() - benign) or 2 * cut > self.attempts
 
     def rows(self) -> list[tuple[str, str, int]]:
         """(stop reason, cause, count), the most frequent first."""

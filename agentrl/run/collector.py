@@ -12,6 +12,7 @@ from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.rollout import Rollout, Runner
 from agentrl.run.components import Components, RunnerSettings
+from agentrl.run.progress import CountedGenerator, Progress
 from agentrl.run.report import Report
 from agentrl.slime_hooks.rollout_function import GetSpecs, play_rollout
 from agentrl.slime_hooks.runner import SlimeRunner
@@ -34,8 +35,17 @@ class CollectedEpisodes(NamedTuple):
 class Collector:
     """Plays groups of episodes on the run's engine and writes them into the run folder."""
 
-    def __init__(self, components: Components, engine: Engine, folder: RunFolder, report: Report) -> None:
+    def __init__(
+        self,
+        components: Components,
+        engine: Engine,
+        folder: RunFolder,
+        report: Report,
+        show_line: Callable[[str], None],
+    ) -> None:
+        """`show_line` shows and logs the progress inside a rollout."""
         self.components, self.engine, self.folder, self.report = components, engine, folder, report
+        self.show_line = show_line
         self.processes = components.runner_processes(engine)
         self._fingerprint = settings_fingerprint(components.config)
 
@@ -47,24 +57,24 @@ class Collector:
         Every finished attempt is recorded, also when the rollout fails or is cancelled.
         """
         attempts: dict[str, Trajectory] = {}
-        progress = self.report.progress(sum(map(len, groups)), split)
+        name = f"rollout {step + 1}" if split == "train" else f"{split} after {step} rollouts"
+        progress = Progress(sum(map(len, groups)), name, self.show_line)
 
         def note_attempt(trajectory: Trajectory) -> None:
             if trajectory.episode_id not in attempts:
-                progress.update()
+                progress.episode_done()
             attempts[trajectory.episode_id] = trajectory
 
         complete: list[Group] = []
         violations = 0
         settings = self.settings(split, policy_version)
         try:
-            async with self.runner(settings) as runner:
+            async with progress, self.runner(settings, CountedGenerator(self.engine, progress)) as runner:
                 rollout = Rollout(runner, self.components.rollout_limits(), self.components.env_limits())
                 complete, causes = await rollout.run(groups, note_attempt)
             if self.processes is not None:
                 causes.counts.update(self.processes.deaths)
         finally:
-            progress.close()
             final = attempts | {t.episode_id: t for g in complete for t in g.trajectories}
             ordered = sorted(final.values(), key=lambda t: (t.index, t.attempt))
             violations = await asyncio.to_thread(self.record, ordered, step, split)

@@ -90,6 +90,7 @@ class Components:
             surplus=config.env.surplus_calls,
             now=_day(config.run.date),
             images=images_of_model(self.folder, self.tokenizer.added),
+            tools_in_prompt=config.env.tools_in_prompt,
             **config.model.template_args,
         )
         self._pools: ThreadPools | None = None
@@ -392,7 +393,8 @@ class Components:
         if renderer.format.needs_tools and not renderer.shows_tools and not described:
             raise TemplateError(
                 f"{self.folder}: its chat template omits tools, so the policy would not see {', '.join(tools)} of environment "
-                f"{env.label()}; describe them in its system_prompt, or set shows_tools = True if its other prompts describe them"
+                f"{env.label()}; give --tools-in-prompt, or "
+                "describe them in its system_prompt, or set shows_tools = True if its other prompts describe them"
             )
 
     def _context_length(self) -> int:

@@ -1,30 +1,30 @@
-"""The report of a run: a line per rollout and evaluation, a progress bar, TensorBoard, the summary, the curve and the table of causes."""
+"""The report of a run: a line per rollout and evaluation, the trackers, the summary, the curve and the table of causes."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
-from tqdm import tqdm
 
 from agentrl.config import Config
 from agentrl.rollout.failures import CauseTable
-from agentrl.types import Group, Trajectory
-
-if TYPE_CHECKING:
-    from tensorboard.summary import Writer
+from agentrl.run.trackers import Tracker, open_trackers
+from agentrl.types import Group
 
 Evaluations = list[tuple[int, dict[str, float]]]
 """(rollouts done, metrics) of each evaluation of a set"""
 COUNTS = ("rollouts", "steps", "episodes", "turns", "exactness_violations")
 """Totals of a run that are integers; `steps` are optimizer steps."""
+LEGEND = (
+    "in each rollout's line: reward (mean score), turns (mean), tokens (mean sampled / mean in all), rows (trained), grad (norm of the "
+    "gradient), |engine-trainer| (largest difference of a token's log-prob), seconds of each stage; rollout N is step N - 1 in the files"
+)
+"""Explains the lines of rollouts; shown once."""
 SIZES = ("questions", "episodes")
 """Evaluation metrics that are counts, besides `abstained/…`; the others are scores."""
 
@@ -45,21 +45,14 @@ class Report:
         self._last: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
         self._rates: Mapping[str, float] = {}
         self._last_causes = CauseTable()
-        self._tensorboard: Writer | None = None
+        self._trackers: list[Tracker] = []
+        self._legend_shown = False
 
     def open(self, folder: Path, config: Config, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Open TensorBoard's events. They are written again from the `rows` of metrics.jsonl, so they hold no rollout that was cut off."""
-        if config.run.tensorboard:
-            from tensorboard.summary import Writer
-
-            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-            self._tensorboard = Writer(str(folder / "tensorboard"))
-            for row in rows:
-                self._write_events(row["step"], {k: v for k, v in row.items() if k != "step"})
-
-    def progress(self, total: int, description: str) -> tqdm[Trajectory]:
-        """A progress bar over the episodes of a rollout or an evaluation; disabled unless stderr is a terminal."""
-        return tqdm(total=total, desc=description, unit="episode", leave=False, disable=not sys.stderr.isatty())
+        """Open the trackers. They get the `rows` of metrics.jsonl again, so they hold no rollout that was cut off."""
+        self._trackers = open_trackers(folder, config)
+        for row in rows:
+            self._track(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def add_episodes(self, groups: Sequence[Group], causes: CauseTable, violations: int) -> None:
         """Add the episodes, causes and exactness violations of a rollout or an evaluation."""
@@ -85,16 +78,16 @@ class Report:
             self.totals[name] += value
         self._last = (metrics, seconds)
         self._rates = rates
-        self._write_events(step, {**metrics, **rates})
+        self._track(step, {**metrics, **rates})
 
     def add_evaluation(self, step: int, name: str, metrics: Mapping[str, float], seconds: float) -> None:
         """Add the metrics of an evaluation set."""
         self.evals.setdefault(name, []).append((step, {k.removeprefix(f"eval/{name}/"): v for k, v in metrics.items()}))
         self.totals["eval_s"] += seconds
-        self._write_events(step, metrics)
+        self._track(step, metrics)
 
     def step_line(self, step: int) -> str:
-        """The line of the step just added; the table of causes follows it if not all episodes terminated."""
+        """The line of the step just added, after a legend at the first; the table of causes follows if it needs attention."""
         metrics, seconds = self._last
         parts = [
             f"rollout {step + 1:>4}",
@@ -115,7 +108,12 @@ class Report:
             parts.append(f"MFU {self._rates['train/mfu']:.2f}")
         if metrics["failures"]:
             parts.append(f"FAILURES {metrics['failures']:.0f}")
-        return self._with_causes("  ".join(parts))
+        lines = [] if self._legend_shown else [LEGEND]
+        self._legend_shown = True
+        lines.append(self._with_causes("  ".join(parts)))
+        if "train/steps" in metrics and not metrics["train/rows"]:
+            lines.append(f"    {_why_nothing_trained(metrics)}")
+        return "\n".join(lines)
 
     def eval_line(self, step: int, name: str, seconds: float) -> str:
         """The line of the evaluation just added."""
@@ -126,7 +124,7 @@ class Report:
 
     def _with_causes(self, line: str) -> str:
         causes = self._last_causes
-        return line if causes.unremarkable else f"{line}\n{textwrap.indent(str(causes), '    ')}"
+        return line if not causes.needs_attention else f"{line}\n{textwrap.indent(str(causes), '    ')}"
 
     def summary(self, config: Config) -> dict[str, Any]:
         """The contents of summary.json."""
@@ -180,9 +178,9 @@ class Report:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Flush TensorBoard's events."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Close the trackers."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds."""
@@ -208,10 +206,9 @@ class Report:
     def _wall(self) -> float:
         return self.totals["wall_s"] + time.perf_counter() - self._started
 
-    def _write_events(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step=step)
+    def _track(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
@@ -252,6 +249,17 @@ def draw_curve(
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
+
+
+def _why_nothing_trained(metrics: Mapping[str, float]) -> str:
+    if not metrics.get("episodes"):
+        return "nothing was trained: no group is complete"
+    if metrics.get("flat_groups") == 1:
+        return (
+            "nothing was trained: in every group all episodes scored the same, so no episode is better than another; "
+            "the tasks are too easy or too hard, or the reward does not tell answers apart"
+        )
+    return "nothing was trained: the episodes whose score differs from their group's were cut by a limit and are masked"
 
 
 def _is_score(name: str) -> bool:

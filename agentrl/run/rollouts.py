@@ -17,6 +17,7 @@ from agentrl.run.components import Components
 from agentrl.run.metrics import StageReport, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.run.run_log import Echo, RunLog
+from agentrl.run.trackers import require_trackers
 from agentrl.store import Recording
 from agentrl.store.checkpoints import last_checkpoint
 from agentrl.store.run_folder import RunFolder
@@ -78,6 +79,7 @@ class EpisodeRun:
             components.require_trainable()
         else:
             components.require_weights()
+        require_trackers(config)
         self.report = Report(components.env_class.eval_score)
         self.policy_version = 0
         self.checkpoint: Path | None = None
@@ -95,7 +97,7 @@ class EpisodeRun:
         self.report.open(self.folder.path, config, self.folder.metrics.rows())
         self.log = RunLog(self.folder.path, config.run.log_level, echo)
         self.engine = components.engine(self.folder.path)
-        self.collector = Collector(components, self.engine, self.folder, self.report)
+        self.collector = Collector(components, self.engine, self.folder, self.report, self.log.echo)
 
     @property
     def source(self) -> DataSource:

@@ -153,7 +153,7 @@ class SlimeRunner:
             segments=placed.segments,
             turns=placed.turns,
             stop_reason=reason,
-            cause=cause_of(failure) if failure else None,
+            cause=cause_of(failure) if failure else _timeout_cause(reason),
             detail=str(failure) if failure else None,
             state={} if last is None else {STATE_KEY: recorded_attributes(last), "unused_generations": placed.unused},
             rewards=rewards,
@@ -173,6 +173,10 @@ class SlimeRunner:
 
     def close(self) -> None:
         """Do nothing: the function keeps its own resources."""
+
+
+def _timeout_cause(reason: StopReason) -> str | None:
+    return "during the custom generate function" if reason is StopReason.EPISODE_TIMEOUT else None
 
 
 def _rewards(sample: Sample, key: str | None) -> dict[str, float | None]:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import Config, GatewaySettings, RunSettings
-from agentrl.config.settings import field_infos
 from agentrl.core.atomic_write import new_file, new_folder, sync
 from agentrl.core.child_process import process_exists
 from agentrl.core.name_syntax import split_object
@@ -185,6 +184,7 @@ def _remove_incomplete(path: Path) -> None:
 
 _ALWAYS_IN_FINGERPRINT = frozenset(
     """
+    seed save_interval keep_checkpoints tensorboard
     dtype template_args env_args reward max_turns max_invalid_actions max_calls_per_turn keep_whole_outputs surplus_calls
     history_policy raw_content truncated_episodes apply_chat_template rollout_shuffle num_rollout rollout_batch_size
     n_samples_per_prompt num_steps_per_rollout rollout_temperature rollout_top_p rollout_top_k allow_truncated_sampling
@@ -209,7 +209,7 @@ def settings_fingerprint(config: Config) -> str:
         rollout=replace(config.rollout, num_rollout=1, runner_processes=1),
         gateway=GatewaySettings(),
     )
-    text = relevant.to_toml(defaults=_ALWAYS_IN_FINGERPRINT | set(field_infos(RunSettings)))
+    text = relevant.to_toml(defaults=_ALWAYS_IN_FINGERPRINT)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

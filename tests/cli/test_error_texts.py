@@ -177,8 +177,8 @@ ERRORS = {
         "--use-kl-loss; leave it out"
     ),
     "train --wandb-key x": (
-        "train: --wandb-key is not accepted: metrics are written to metrics.jsonl and, with --tensorboard, as TensorBoard "
-        "events in the run folder; leave it out"
+        "train: --wandb-key is not accepted: give --trackers wandb and --tracking-project; the key and the rest are W&B's "
+        "environment variables, such as WANDB_API_KEY"
     ),
     "train actor_rollout_ref.rollout.n=8": (
         "train: actor_rollout_ref.rollout.n=8: agentrl has flags, not verl's keys; give --n-samples-per-prompt"

@@ -35,7 +35,7 @@ rollout-function-path group-rm rm-type reward-key max-turns use-fault-tolerance 
 recompute-granularity recompute-method recompute-num-layers sequence-parallel tensor-model-parallel-size pipeline-model-parallel-size
 context-parallel-size expert-model-parallel-size expert-tensor-parallel-size num-data-workers streaming-data lr lr-decay-style weight-decay
 adam-beta1 adam-beta2 optimizer clip-grad optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer seed
-debug-rollout-only debug-train-only save-debug-rollout-data load-debug-rollout-data use-wandb wandb-project wandb-group wandb-key
+debug-rollout-only debug-train-only save-debug-rollout-data load-debug-rollout-data use-wandb wandb-project wandb-group use-mlflow wandb-key
 wandb-team use-tensorboard attention-dropout hidden-dropout accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32
 attention-backend train-backend update-weight-buffer-size rollout-external-engine-addrs swiglu num-layers hidden-size ffn-hidden-size
 num-attention-heads group-query-attention num-query-groups use-rotary-position-embeddings disable-bias-linear normalization norm-epsilon
@@ -167,7 +167,7 @@ def test_the_command_line_takes_and_refuses_them(here, capsys):
     assert main(["train", "--num_generations", "0"]) == 2
     assert capsys.readouterr().err == "agentrl train: --n-samples-per-prompt must be at least 1, found 0\n"
     assert main(["train", "--wandb-key", "x"]) == 2
-    assert capsys.readouterr().err.startswith("agentrl train: --wandb-key is not accepted: metrics are written to")
+    assert capsys.readouterr().err.startswith("agentrl train: --wandb-key is not accepted: give --trackers wandb")
 
 
 @pytest.mark.parametrize("name", TABLES.same)
@@ -183,6 +183,7 @@ def test_a_flag_that_means_one_of_ours_sets_it(name):
         "use-tensorboard": "false",
         "adv-estimator": "rloo",
         "top-p": "0.5",
+        "report-to": "mlflow",
     }.get(name, "3")
     for flag in (f"--{name}", f"--{name.replace('-', '_')}"):
         assert read(flag, value) == read(f"{flag}={value}") == read(f"--{target}", value) != {}

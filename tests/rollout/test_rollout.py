@@ -352,14 +352,16 @@ def test_the_table_counts_reasons_causes_and_opened_segments():
     [
         (CauseTable(), True),
         (CauseTable(Counter({("terminated", ""): 3})), True),
-        (CauseTable(Counter({("terminated", ""): 3, ("max_turns", ""): 1})), False),
-        (CauseTable(Counter({("terminated", ""): 3, ("(segment opened)", "no proof"): 1})), False),
+        (CauseTable(Counter({("terminated", ""): 3, ("max_turns", ""): 1})), True),
+        (CauseTable(Counter({("terminated", ""): 1, ("max_turns", ""): 1, ("max_tokens", ""): 1})), False),
+        (CauseTable(Counter({("terminated", ""): 3, ("episode_timeout", "during generation"): 1})), False),
+        (CauseTable(Counter({("terminated", ""): 3, ("invalid_action_limit", ""): 1})), False),
         (CauseTable(Counter({("terminated", ""): 3}), retried=1), False),
         (CauseTable(Counter({("terminated", ""): 3}), dropped_groups=1), False),
     ],
 )
-def test_a_table_is_unremarkable_only_if_all_terminated(table, plain):
-    assert table.unremarkable is plain
+def test_a_table_needs_attention_if_something_failed_or_most_episodes_were_cut(table, plain):
+    assert table.needs_attention is not plain
 
 
 async def test_the_table_shows_what_was_raised_and_where(hermes):

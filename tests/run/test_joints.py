@@ -389,6 +389,7 @@ CASES = [
     Case("reward", ["ENV:one"], lambda s: {t.score for t in s.episodes}, {1.0, 4.0}),
     Case("reward_key", "b", lambda s: {t.score for t in s.episodes}, {2.0, 5.0}, {"reward": ["ENV:parts"]}),
     Case("action_format", "search_r1", lambda s: s.runners[0].renderer.format.name, "search_r1"),
+    Case("tools_in_prompt", True, lambda s: '"name": "look"' in s.prompt, True),
     Case("max_turns", 1, turns, {1}),
     Case("max_invalid_actions", 1, turns, {1}, script=garbage),
     Case("max_calls_per_turn", 1, lambda s: len(first_action(s).results), 1, script=calls_two),
@@ -496,6 +497,8 @@ CASES = [
 ]  # fmt: skip
 ELSEWHERE = {
     "env": "every case names one, and its tasks are what is played",
+    "trackers": "needs a service: test_trackers.py",
+    "tracking_project": "needs a service: test_trackers.py",
     "custom_rm_path": "needs a function: test_slime_hooks.py",
     "group_rm": "needs a function: test_slime_hooks.py",
     "custom_generate_function_path": "needs a function: test_slime_hooks.py",

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from agentrl.config import Config, build_config
 from agentrl.rollout.failures import CauseTable
 from agentrl.run.metrics import eval_metrics, mean_over_steps, rollout_metrics
-from agentrl.run.report import Report
+from agentrl.run.report import LEGEND, Report
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.types import Group, StopReason, Task
 
@@ -139,7 +139,13 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(style, rates):
 def test_the_table_of_causes_follows_a_rollout_only_if_it_says_something():
     report = Report()
     rolled(report, 0, group_of(1.0, 0.0))
-    assert len(report.step_line(0).splitlines()) == 1
+    legend, line = report.step_line(0).splitlines()
+    assert legend == LEGEND
+    assert line.startswith("rollout    1")
+    rolled(
+        report, 0, group_of(1.0, 0.0, 1.0, reasons=[StopReason.TERMINATED, StopReason.MAX_TURNS, StopReason.TERMINATED])
+    )
+    assert len(report.step_line(0).splitlines()) == 1, "the legend is shown once, and a limit is no failure"
     failed = trajectory(reason=StopReason.TOOL_FAILURE, cause="tool search: InfraError")
     rolled(report, 1, group_of(1.0, 0.0), extra=[failed], retried=1)
     first, *table = report.step_line(1).splitlines()
@@ -153,6 +159,24 @@ def test_the_table_of_causes_follows_a_rollout_only_if_it_says_something():
     evaluated(report, 2, group_of(1.0, reasons=[StopReason.MAX_TURNS]))
     assert "max_turns" in report.eval_line(2, "test", 0.5)
     assert "(1 questions, 1 episodes, 0.5 s)" in report.eval_line(2, "test", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"episodes": 0}, "no group is complete"),
+        ({"episodes": 4, "flat_groups": 1.0}, "in every group all episodes scored the same"),
+        ({"episodes": 4, "flat_groups": 0.5}, "cut by a limit"),
+    ],
+)
+def test_a_rollout_that_trains_nothing_says_why_in_one_sentence(metrics, why):
+    report = Report()
+    report.add_step(0, metrics | {"train/rows": 0, "train/steps": 0, "failures": 0}, SECONDS)
+    last = report.step_line(0).splitlines()[-1]
+    assert last.strip().startswith("nothing was trained: ")
+    assert why in last
+    report.add_step(1, metrics | {"train/rows": 0, "failures": 0}, SECONDS)
+    assert "nothing was trained" not in report.step_line(1), "`agentrl rollout` does not train"
 
 
 def test_the_closing_summary_holds_the_causes_of_the_whole_run_and_the_curve(tmp_path):
@@ -257,5 +281,5 @@ def test_tensorboard_holds_no_rollout_that_was_lost(tmp_path):
     second.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    values = [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("reward")]
+    values = [(e.step, e.value) for e in events.Scalars("reward")]
     assert values == [(0, 1.0), (1, 0.5)]
