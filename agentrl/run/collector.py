@@ -63,6 +63,8 @@ class Collector:
         def note_attempt(trajectory: Trajectory) -> None:
             if trajectory.episode_id not in attempts:
                 progress.episode_done()
+                if self.processes is not None:  # generations in other processes are not counted as they come
+                    progress.tokens += trajectory.sampled_tokens
             attempts[trajectory.episode_id] = trajectory
 
         complete: list[Group] = []
