@@ -8,13 +8,18 @@ from contextlib import asynccontextmanager
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import Generation, Generator, SamplingParams
+from agentrl.run.timeline import Timeline
 
 
 class GenerationGate:
-    """A `Generator` in front of an engine. While it is closed, generations wait; those in flight are finished before it is."""
+    """A `Generator` in front of an engine, whose generations are spans of a timeline.
 
-    def __init__(self, engine: Generator) -> None:
+    While it is closed, new generations wait; those in flight are finished before.
+    """
+
+    def __init__(self, engine: Generator, timeline: Timeline | None = None) -> None:
         self.engine = engine
+        self.timeline = timeline or Timeline()
         self._in_flight = 0
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -28,7 +33,8 @@ class GenerationGate:
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await self.engine.generate(ids, sampling, session=session, images=images)
+            with self.timeline.span("engine", session):
+                return await self.engine.generate(ids, sampling, session=session, images=images)
         finally:
             self._in_flight -= 1
             if not self._in_flight:

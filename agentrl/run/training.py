@@ -20,6 +20,7 @@ from agentrl.run.evaluation import evaluate
 from agentrl.run.metrics import StageReport, mean_over_steps
 from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
+from agentrl.run.timeline import ceiling
 from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule, check_schedule, uses_window
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Row, Trainer
@@ -72,6 +73,7 @@ async def train_synchronously(run: TrainingRun) -> None:
         run.record(step, rollout, training, sync)
         if run.save_due(step):
             await run.save(step + 1)
+    run.log.echo(ceiling(run.report.totals))
 
 
 class TrainingRun(EpisodeRun):

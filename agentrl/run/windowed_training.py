@@ -23,6 +23,7 @@ from agentrl.run.generation_gate import GenerationGate
 from agentrl.run.group_buffer import FILE, read_buffer, write_buffer
 from agentrl.run.group_player import GroupPlayer, PlayedGroup, oldest_version
 from agentrl.run.metrics import StageReport, rollout_metrics
+from agentrl.run.timeline import Timeline
 from agentrl.schedule.pace import pace_of, resolve_filter
 from agentrl.schedule.pipeline import Pipeline, Taken
 from agentrl.schedule.window import WindowedFifo
@@ -80,7 +81,8 @@ class WindowedTraining:
         self.run = run
         config = run.config
         self.pace = pace_of(config)
-        self.gate = GenerationGate(run.engine)
+        self.timeline = Timeline()
+        self.gate = GenerationGate(run.engine, self.timeline)
         self.staleness: Counter[int] = Counter()
         """groups by staleness, in rollouts"""
         self.fifo = WindowedFifo(self.pace, config.rollout.num_rollout * self.pace.batch, self._saved_window())
@@ -124,18 +126,22 @@ class WindowedTraining:
             for step in range(run.first_step, run.config.rollout.num_rollout):
                 await self._step(step, pipeline, player)
             await self._evaluated()
+        self.timeline.write(run.folder.path / "timeline.json")
         run.log.echo(self.histogram())
+        run.log.echo(self.timeline.summary())
 
     async def _step(self, step: int, pipeline: Pipeline[PlayedGroup], player: GroupPlayer) -> None:
         """One rollout: take its groups, train, update the weights if that is due, record, save."""
         run, last = self.run, step + 1 == self.run.config.rollout.num_rollout
         started = time.perf_counter()
-        taken = await pipeline.take()
+        with self.timeline.span("trainer waits for groups", f"rollout {step + 1}"):
+            taken = await pipeline.take()
         episodes = await player.collect(run.collector, step, taken)
         run.report.add_episodes(*episodes)
         metrics = rollout_metrics(*episodes) | self._staleness(taken, episodes.groups)
         rollout = StageReport(metrics, {"rollout_s": time.perf_counter() - started})
-        training = await run.optimize(step, episodes.groups)
+        with self.timeline.span("trainer", f"rollout {step + 1}"):
+            training = await run.optimize(step, episodes.groups)
         self._trained_steps += int(training.metrics["train/steps"])
         sync = await self._publish(pipeline) if self.fifo.publish_due or last else self._unpublished()
         run.record(step, rollout, training, sync)
@@ -154,6 +160,7 @@ class WindowedTraining:
             await stack.enter_async_context(pipeline.publishing())
             if not self.run.config.schedule.partial_rollout:
                 await stack.enter_async_context(self.gate.closed())
+            stack.enter_context(self.timeline.span("weight sync", f"version {self.run.policy_version + 1}"))
             sync = await self.run.sync(StageReport({"train/steps": self._trained_steps}))
         self._trained_steps = 0
         return sync
@@ -202,7 +209,11 @@ class WindowedTraining:
 
     def _start_evaluation(self) -> None:
         """Evaluate the weights that the engines have, beside the rollouts. They change only after it."""
-        self._evaluation = asyncio.create_task(evaluate(self.run, self.fifo.published))
+        self._evaluation = asyncio.create_task(self._evaluate(self.fifo.published))
+
+    async def _evaluate(self, rollouts: int) -> None:
+        with self.timeline.span("evaluation", f"after {rollouts} rollouts"):
+            await evaluate(self.run, rollouts)
 
     async def _evaluated(self) -> None:
         if self._evaluation is not None:

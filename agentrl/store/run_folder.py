@@ -7,6 +7,7 @@
     tensorboard/     the same numbers as events
     episodes/        every episode (see episode_files.py)
     checkpoints/     see checkpoints.py; only a run of `agentrl train` has it
+    timeline.json    a Chrome trace of engine, trainer and weight sync, if episodes went on during training
     hf/              the final weights as a Hugging Face folder
     curve.png, summary.json
 

@@ -160,6 +160,11 @@ def test_nothing_is_lost_or_counted_twice_and_every_sample_is_within_the_bound(p
     assert max(r["schedule"]["staleness"] for r in records) == 2
     assert any("no sample is older than 2 rollouts" in line for line in lines)
     assert any(line.startswith("groups by staleness in rollouts (bound 2)") for line in lines)
+    assert any("busy: " in line and "engine" in line and "weight sync" in line for line in lines)
+    assert {e["cat"] for e in json.loads((folder / "timeline.json").read_text())["traceEvents"]} >= {
+        "engine",
+        "trainer",
+    }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {row["exactness_violations"] for row in rows} == {0}
     assert max(row["schedule/version_lag_max"] for row in rows) <= 2
