@@ -37,6 +37,7 @@ NO_SKIPS = bool(os.environ.get("AGENTRL_NO_SKIPS"))
 MAY_SKIP = {
     "needs a CUDA GPU": "no machine that runs .ci/run needs one",
     "needs two GPUs": "likewise",
+    "needs Linux namespaces": "some containers offer none; the sandbox then says so, which is tested",
     "needs the package datasets": "a large package for one test; the one beside it holds what types of columns it can read",
     "scripted servers have no cache": "a contract test that has no meaning for one of its engines",
     "the model's answer has no plain text": "what a real model answers is not ours to choose",
