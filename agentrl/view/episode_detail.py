@@ -43,6 +43,7 @@ def episode_detail(
     row_of_segment = {r["segment_index"]: r for r in rows}
     sft = step is not None and (step.get("loss") or {}).get("kind") == "sft"
     extra = extra_fields(record)
+    origins = segment_origins(record)
     return {
         **{k: v for k, v in record.items() if k not in extra and k != "segments"},
         **{k: extra.pop(k, None) for k in ("step", "split", "config", "fork")},
@@ -51,6 +52,7 @@ def episode_detail(
         "segments": [
             _segment(
                 segment,
+                origin=origins[number],
                 decode=decode,
                 row=row_of_segment.get(number) or {},
                 contexts=[t["context_length"] for t in record["turns"] if t["segment"] == number],
@@ -65,9 +67,29 @@ def episode_detail(
     }
 
 
+def segment_origins(record: Mapping[str, Any]) -> list[str]:
+    """Return for each segment of an episode its agent, the turn that it branches from, and why it opened; "" where nothing is known."""
+    turns = record["turns"]
+    origins = []
+    for number, segment in enumerate(record["segments"]):
+        first = next((i for i, t in enumerate(turns) if t["segment"] == number), None)
+        parts = [segment["agent_id"]] if segment["agent_id"] != "policy" else []
+        if first is not None:
+            request = turns[first]["info"].get("request")
+            at_gateway = isinstance(request, Mapping) and "parent" in request
+            opener = first if at_gateway else first - 1  # the native runner notes the reason in the turn before
+            if at_gateway and request["parent"] >= 0:
+                parts.append(f"continues turn {request['parent']}")
+            reason = turns[opener]["info"].get("new_segment") if opener >= 0 else None
+            parts += [str(reason)] if reason else []
+        origins.append("; ".join(parts))
+    return origins
+
+
 def _segment(
     segment: Mapping[str, Any],
     *,
+    origin: str,
     decode: Decode | None,
     row: Mapping[str, Any],
     contexts: list[int],
@@ -84,6 +106,7 @@ def _segment(
 
     return {
         "agent_id": segment["agent_id"],
+        "origin": origin,
         **columns,
         "text": token_texts(columns["ids"], decode) if decode else None,
         "images": segment.get("images", ()),

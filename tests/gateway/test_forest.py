@@ -3,13 +3,16 @@
 import asyncio
 import json
 
+import orjson
 import pytest
 from doubles import call
 from gateway_agents import SEARCH, NotingGenerator, message_of, play_agent, reasons, result, system, user
 
 from agentrl.gateway import conversation_tree as tree
 from agentrl.gateway.message_match import message_key
+from agentrl.store.episode_record import encode, to_record
 from agentrl.types import Provenance, StopReason
+from agentrl.view.episode_detail import episode_detail
 
 ASK = user("What is the capital of France?")
 
@@ -177,3 +180,19 @@ def test_the_order_of_results_and_the_words_of_a_message_count():
     a, b = ({"role": "user", "content": text} for text in ("go", "stop"))
     assert message_key(a) != message_key(b)
     assert message_key(a) != message_key({**a, "role": "system"})
+
+
+async def test_the_page_names_the_agent_and_the_reason_of_each_segment(hermes):
+    async def agent(client):
+        first = [ASK, message_of(await client.chat([ASK]))]
+        for more in ("a", "b"):
+            await client.chat([*first, user(more)])
+        await client.chat([system("You help."), ASK])
+
+    t = await play_agent(agent, ["one"], hermes)
+    detail = episode_detail(orjson.loads(encode(to_record(t))), None, None, None)
+    assert [s["origin"] for s in detail["segments"]] == [
+        "",
+        f"continues turn 0; {tree.TURN_BRANCHED}",
+        f"agent-1; {tree.AGENT_BEGAN}",
+    ]

@@ -14,6 +14,7 @@ from agentrl import Env, StepResult, ToolEnv, tool
 from agentrl.config import build_config
 from agentrl.core.message_images import images_in
 from agentrl.errors import ConfigError, StoreError, TemplateError
+from agentrl.gateway.driver import GatewayDriver
 from agentrl.render import make_renderer
 from agentrl.render.images import Images, images_of_model
 from agentrl.render.token_report import token_report
@@ -21,7 +22,7 @@ from agentrl.replay.replayer import replay_group
 from agentrl.rollout.process_pool import RemoteRunner
 from agentrl.run.components import Components
 from agentrl.run.training import train
-from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes, to_record
+from agentrl.store import EpisodeWriter, Recording, exactness_violations, from_record, read_episodes, to_record
 from agentrl.store.episode_record import encode
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import to_samples
@@ -302,3 +303,43 @@ def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp
     with pytest.raises(ConfigError, match=r"cannot train on images.*agentrl rollout"):
         asyncio.run(train(config))
     assert not (tmp_path / "run").exists()
+
+
+async def test_an_agent_at_the_gateway_sends_images_that_are_recorded_trained_around_and_replayed(
+    renderer, model, tmp_path
+):
+    from gateway_agents import agent_class, message_of, result, user
+
+    def part(image):
+        url = images_in([{"role": "user", "content": [{"type": "image", "image": image}]}])[0].url
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    tools = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}]
+
+    async def agent(client):
+        messages = [user([part(SHOWN[0]), {"type": "text", "text": "Where is this?"}])]
+        answer = await client.chat(messages, tools=tools)
+        content = [{"type": "text", "text": "closer <|image_pad|>"}, part(SHOWN[1])]
+        messages += [message_of(answer), result(answer["tool_calls"][0], content)]
+        messages.append(message_of(await client.chat(messages, tools=tools)))
+        status, refused = await client.post(
+            "/v1/messages",
+            {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        )
+        assert (status, "type 'document'" in refused["error"]["message"]) == (400, True)
+
+    env = agent_class(agent)
+    driver = GatewayDriver(env)
+    runner = make_runner(env, VisionEngine(renderer, model, [TEXTS[0], TEXTS[2]]), renderer, driver=driver)
+    t = await runner.run(EpisodeSpec(MAP, 0, 0))
+    assert (t.stop_reason, len(t.segments), len(t.turns)) == (StopReason.TERMINATED, 1, 2)
+    assert [p.image for p in t.segments[0].images] == images_in(
+        [{"role": "user", "content": [{"type": "image", "image": i} for i in SHOWN[:2]]}]
+    )
+    assert exactness_violations([t]) == 0
+    writer = EpisodeWriter(tmp_path)
+    writer.write(t, step=0, split="train")
+    writer.close()
+    (outcome,) = await replay_group(runner, list(read_episodes(tmp_path)))
+    await driver.close()
+    assert outcome.divergence is None, outcome.divergence

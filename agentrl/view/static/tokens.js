@@ -171,7 +171,7 @@ AR.tokenView = function (e, options = {}) {
     boxes.forEach((b) => b.recolor(name));
   };
   const view = AR.h("section", { class: "token-view" }, AR.h("div", { class: "bar", role: "group", "aria-label": "colour tokens by" }, AR.h("span", { class: "soft" }, "colour by"), buttons), legend,
-    boxes.map((b, n) => [e.segments.length > 1 ? AR.h("h2", {}, `segment ${n}`) : null, b]), about);
+    boxes.map((b, n) => [e.segments.length > 1 ? AR.h("h2", {}, `segment ${n}`, e.segments[n].origin ? AR.h("span", { class: "soft" }, ` ${AR.visible(e.segments[n].origin)}`) : null) : null, b]), about);
   view.choose = (n) => buttons[n] && buttons[n].click();
   choose(mode);
   return view;
