@@ -17,6 +17,7 @@ from agentrl.cli.flags import add_flags
 from agentrl.core.terminal_text import printable
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.run.components import Components
 from agentrl.store import IndexEntry, Recording
 
@@ -75,7 +76,7 @@ class Commands:
             parser.add_argument("--help-all", action="help", help="list all flags by section and exit")
             source = "settings, instead of the run's config.toml" if recorded else "settings"
             parser.add_argument("--config", type=Path, metavar="FILE.toml", help=f"{source}; flags override them")
-            add_flags(parser, self._shown)
+            add_flags(parser, self._shown, several_envs=not (recorded or words))
         return parser
 
 
@@ -163,7 +164,7 @@ def _end_now(reason: str) -> NoReturn:
     os._exit(130)
 
 
-def runner_of(components: Components, split: str, engine: Any = None) -> EpisodeRunner:
+def runner_of(components: Components, split: str, engine: Any = None) -> EpisodeRunner | MixedRunner:
     """A runner with the seed and the temperature of a split: 'train' or 'eval/NAME'."""
     for name, function in (
         ("custom-generate-function-path", components.generate_function),

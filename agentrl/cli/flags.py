@@ -31,8 +31,8 @@ BASIC = frozenset(
 _BOOLEAN_WORDS = frozenset("true false yes no on off t f y n 1 0".split())
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Container[str] = FIELDS) -> None:
-    """Add a flag for each of these settings, grouped by section."""
+def add_flags(parser: argparse.ArgumentParser, names: Container[str] = FIELDS, *, several_envs: bool = False) -> None:
+    """Add a flag for each of these settings, grouped by section. `several_envs`: --env takes several words."""
     parser.set_defaults(takes_settings=True)
     for section, cls in SECTIONS.items():
         infos = {name: info for name, info in field_infos(cls).items() if name in names}
@@ -51,6 +51,8 @@ def add_flags(parser: argparse.ArgumentParser, names: Container[str] = FIELDS) -
                 options |= {"nargs": "?", "const": True}
             elif kind is tuple:
                 options |= {"nargs": "+"}
+            elif name == "env" and several_envs:
+                options |= {"nargs": "+", "metavar": (metavar(info), "…")}
             elif kind is dict:
                 options |= {"action": "append"}
             group.add_argument(*flag_names(name), **options)
@@ -116,6 +118,8 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
     """
     layer: Layer = {name: value for name, value in vars(namespace).items() if name in FIELDS}
     problems: list[str] = []
+    if isinstance(layer.get("env"), list):
+        layer["env"] = " ".join(layer["env"])
     for name in list(layer):
         if plain_type(setting(name).annotation) is dict:
             layer[name] = dict(_pair(name, item) for item in layer[name])

@@ -67,7 +67,7 @@ async def _fork(
     runner = runner_of(components, split, engine)
     try:
         await engine.start()
-        return await fork(runner, original, turn, observation=observation, seeds=seeds)
+        return await fork(runner.for_env(original.env), original, turn, observation=observation, seeds=seeds)
     finally:
         runner.close()
         if components.driver is not None:

@@ -61,7 +61,8 @@ def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
         _check_writable(args.out)
     live = () if args.recorded_tools else None if args.live_tools is None else args.live_tools or EveryTool()
     started = time.perf_counter()
-    components.make_env()  # loads what its class shares, such as a corpus, before the processes fork
+    for each in components.envs.values() or [components]:
+        each.make_env()  # loads what its class shares, such as a corpus, before the processes fork
     tally = Tally()
     tally.add(replay_entries(ReplayJob(recording, partial(runner_of, components), live), entries, args.workers))
     seconds = time.perf_counter() - started

@@ -11,6 +11,7 @@ import orjson
 
 from agentrl.cli.common import Commands, print_note, print_now
 from agentrl.cli.resolve import resolve_recorded
+from agentrl.core.name_syntax import split_envs
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import groups_of
@@ -33,6 +34,10 @@ def add_parser(commands: Commands) -> None:
 def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
     config = resolve_recorded(args, rest)
+    if len(split_envs(config.env.env or "")) > 1 and not config.env.reward:
+        raise ConfigError(
+            "the run has several environments, each with its rewards; give the rewards to score with by --reward"
+        )
     rewards = resolve_rewards(config.env.reward or make_env_class(config.env.env).rewards)
     if not rewards:
         raise ConfigError("the environment has no rewards; give some with --reward")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from agentrl.cli.flags import flag_names, read_flags
 from agentrl.config import FIELDS, Config, Layer, build_config, read_toml
+from agentrl.config.mixture import OWN_SETTINGS
 from agentrl.config.paths import anchor
+from agentrl.core.name_syntax import split_envs
 from agentrl.data.row_files import SUFFIXES, data_suffix
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import make_env_class
@@ -163,10 +165,14 @@ def resolve_recorded(args: argparse.Namespace, rest: Sequence[str]) -> Config:
 
 
 def env_defaults(env: str) -> Layer:
-    """Recommended settings of an environment, from `NAME.toml` beside its `NAME.py`.
+    """Recommended settings of an environment, from `NAME.toml` beside its `NAME.py`; of several, those that each can have for itself.
 
     The number of trainer ranks is limited to the GPUs of this machine, if it has any.
     """
+    envs = split_envs(env)
+    if len(envs) > 1:
+        own = {f"{name}.{k}": v for name, _ in envs for k, v in env_defaults(name).items() if k in OWN_SETTINGS}
+        return {"env_settings": own} if own else {}
     source = sys.modules[make_env_class(env).__module__].__file__
     beside = Path(source).with_suffix(".toml") if source else None
     if not beside or not beside.exists():

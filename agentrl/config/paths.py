@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.settings import Config
-from agentrl.core.name_syntax import split_object, split_slice, split_weight
+from agentrl.core.name_syntax import split_envs, split_object, split_slice, split_weight
 from agentrl.core.registry import local_file
 
 
@@ -27,7 +28,8 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
         else replace(model, hf_checkpoint=model.hf_checkpoint and _path(model.hf_checkpoint)),
         env=replace(
             env,
-            env=env.env and _code(env.env),
+            env=env.env and _envs(env.env),
+            env_settings={_own_key(key): _own_value(key, value) for key, value in env.env_settings.items()},
             reward=tuple(map(_code, env.reward)),
             context_policy=env.context_policy and _code(env.context_policy),
             custom_generate_function_path=env.custom_generate_function_path
@@ -59,6 +61,31 @@ def _code(text: str) -> str:
     if attribute and (path := local_file(file)) is not None:
         return f"{path}{text[len(file) :]}"
     return _path(file) + text[len(file) :] if file.endswith(".py") else text
+
+
+def _envs(text: str) -> str:
+    """Make the paths of one environment, or of several with their shares, absolute."""
+    if len(split_envs(text)) == 1:
+        return _code(text)
+    return " ".join(f"{_code(name)}={weight:g}" for name, weight in split_envs(text))
+
+
+def _own_key(key: str) -> str:
+    """Make the path of the environment in `ENV.SETTING` absolute."""
+    env, dot, setting = key.rpartition(".")
+    return f"{_code(env)}{dot}{setting}"
+
+
+def _own_value(key: str, value: Any) -> Any:
+    """Make the paths in an environment's own setting absolute."""
+    setting, many = key.rpartition(".")[2], isinstance(value, (list, tuple))
+    if setting == "prompt_data" and isinstance(value, str):
+        return _data(value)
+    if setting == "eval_prompt_data" and many:
+        return [_data(word) if i % 2 else word for i, word in enumerate(value)]
+    if setting == "reward":
+        return [_code(word) for word in value] if many else _code(value)
+    return _code(value) if setting == "context_policy" else value
 
 
 def _data(text: str) -> str:

@@ -96,12 +96,18 @@ class EnvSettings:
     """Environment, rewards and the form of episodes."""
 
     env: Annotated[str | None, "NAME|FILE.py"] = None
-    """environment: a name, module:Class or file.py (default: the tasks of --prompt-data, each answered in one turn)
+    """environment: a name, module:Class or file.py; several as NAME=SHARE (default: the tasks of --prompt-data, each answered in one turn)
 
     `file.py:Class` chooses between several environments of a file. `search_r1` is the example. Without an environment, tasks come from
-    --prompt-data, `ToolEnv` plays them, and --reward scores the answers."""
+    --prompt-data, `ToolEnv` plays them, and --reward scores the answers. `--env a=0.7 b=0.3` mixes environments in these shares of the
+    groups; --env-setting gives each its own settings."""
     env_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
     """constructor argument of --env; repeatable (default: none)"""
+    env_settings: Annotated[dict[str, Any], "ENV.SETTING=VALUE"] = field(default_factory=dict)
+    """setting of one of several environments; repeatable (default: none)
+
+    Such as `--env-setting search_r1.max_turns=4` or `--env-setting 'search_r1.env_args={topk = 2}'`. Its arguments, data, rewards and limits can
+    be set, and its `concurrency`."""
     env_isolation: Literal["thread", "process"] | None = None
     """run each environment, with its tools, in a thread of the run or in a process of its own (default: the environment's choice)
 
@@ -472,7 +478,7 @@ def field_infos(cls: type) -> dict[str, FieldInfo]:
 def _plain(value: Any, defaults: Container[str] | None = None) -> Any:
     if is_dataclass(value):
         values = {
-            name: (getattr(value, name), info.default)
+            name: (getattr(value, name), info.get_default(call_default_factory=True))
             for name, info in field_infos(type(value)).items()
             if not info.exclude
         }

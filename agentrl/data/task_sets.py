@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,17 @@ from agentrl.types import Task
 
 MAX_TASKS = 10_000_000
 """Tasks taken from an environment without a limit setting. More are an error, because a generator may be infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """The tasks of an evaluation set."""
+
+    tasks: list[Task]
+    groups: Sequence[str]
+    """metadata keys by whose values the score is reported too; see `Env.eval_groups`"""
+    env: str = ""
+    """`EpisodeSpec.env` of its episodes"""
 
 
 class TaskSets:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.replay.replayer import Outcome, RunnerFor, replay_group
 from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.store import IndexEntry, Recording, from_record
 
 _GROUPS_PER_JOB = 8
@@ -72,7 +73,7 @@ def _replay(job: ReplayJob, groups: list[list[IndexEntry]]) -> list[Outcome]:
 
 
 async def _replay_groups(job: ReplayJob, groups: list[list[IndexEntry]]) -> list[Outcome]:
-    runners: dict[str, EpisodeRunner] = {}
+    runners: dict[str, EpisodeRunner | MixedRunner] = {}
     outcomes: list[Outcome] = []
     try:
         for group in groups:
@@ -80,7 +81,9 @@ async def _replay_groups(job: ReplayJob, groups: list[list[IndexEntry]]) -> list
             if split not in runners:
                 runners[split] = job.runner_for(split)
             members = [from_record(r, job.recording.images) for r in job.recording.records(group)]
-            outcomes += await replay_group(runners[split], members, job.live, job.recording.outputs)
+            outcomes += await replay_group(
+                runners[split].for_env(members[0].env), members, job.live, job.recording.outputs
+            )
     finally:
         for runner in runners.values():
             runner.close()

@@ -15,6 +15,7 @@ from agentrl.render.renderer import strip_control
 from agentrl.replay.compare import Divergence, ReadOutput, compare
 from agentrl.replay.playback import EXTERNAL_STOPS, Departure, PlaybackGenerator, PlaybackTools, with_playback
 from agentrl.rollout.episode import Episode, EpisodeRunner
+from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.store.blobs import Outputs
 from agentrl.types import EpisodeSpec, Provenance, Status, StopReason, Trajectory
 
@@ -223,5 +224,5 @@ class Tally:
         return "\n".join([*lines, "", f"first difference, episode {differ[0].episode_id}:", str(differ[0].divergence)])
 
 
-RunnerFor = Callable[[str], EpisodeRunner]
+RunnerFor = Callable[[str], EpisodeRunner | MixedRunner]
 """the runner of a split, with its seed and temperature"""

@@ -158,6 +158,10 @@ class EpisodeRunner:
         messages = check_rewrite(returned, view)
         return None if messages is None else await load_images(messages)
 
+    def for_env(self, env: str) -> EpisodeRunner:
+        """The runner of the environment with this label: itself, since it has one."""
+        return self
+
     def close(self) -> None:
         """Let the idle threads of the pools end."""
         self.pools.close()

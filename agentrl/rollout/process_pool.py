@@ -28,6 +28,7 @@ from agentrl.core.message_channel import Channel, MessageKind
 from agentrl.errors import DataError, WorkerError
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import load_task_images
+from agentrl.rollout.mixed_runner import MixedScorer
 from agentrl.rollout.process_worker import HEARTBEAT_S, RunnerFactory, serve
 from agentrl.types import EpisodeSpec, Trajectory
 
@@ -56,7 +57,9 @@ class ProcessPool:
         on_notice: called with the notices of the runners.
     """
 
-    def __init__(self, factory: RunnerFactory, count: int, scorer: Scorer, *, on_notice: Callable[[Any], None]) -> None:
+    def __init__(
+        self, factory: RunnerFactory, count: int, scorer: Scorer | MixedScorer, *, on_notice: Callable[[Any], None]
+    ) -> None:
         self.factory, self.scorer, self.on_notice = factory, scorer, on_notice
         self.deaths: Counter[tuple[str, str]] = Counter()
         """rows for the table of causes, since the rollout began"""
@@ -85,7 +88,7 @@ class ProcessPool:
 class RemoteRunner:
     """Plays episodes in the processes of a pool."""
 
-    def __init__(self, processes: list[_Process], scorer: Scorer) -> None:
+    def __init__(self, processes: list[_Process], scorer: Scorer | MixedScorer) -> None:
         self.scorer = scorer
         self._processes = processes
         self._process_of: dict[int, _Process] = {}

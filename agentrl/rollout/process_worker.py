@@ -18,6 +18,7 @@ from agentrl.core.message_channel import Channel, MessageKind
 from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError, UsageError, WorkerError
 from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.rollout.pickling import picklable
 from agentrl.rollout.rollout import infrequent_gc
 from agentrl.types import Task, Trajectory
@@ -30,7 +31,7 @@ _NO_TASK = Task("", "")
 """replaces the task in a trajectory; the controller has it"""
 
 Notify = Callable[[Any], None]
-RunnerFactory = Callable[[], Callable[[Any, Notify], tuple[EpisodeRunner, Engine]]]
+RunnerFactory = Callable[[], Callable[[Any, Notify], tuple[EpisodeRunner | MixedRunner, Engine]]]
 """Called once in each process. It returns a function that creates the runner of one rollout, and its engine, from the rollout's settings and
 a callback that sends a notice to the controller. The worker starts and closes the engine. Factory and settings must be picklable."""
 
@@ -61,7 +62,7 @@ class ProcessWorker:
     def __init__(self, channel: Channel, factory: RunnerFactory) -> None:
         self.channel = channel
         self.make_runner = factory()
-        self.runner: EpisodeRunner | None = None
+        self.runner: EpisodeRunner | MixedRunner | None = None
         self.engine: Engine | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
         """episodes by request number"""

@@ -13,6 +13,7 @@ from typing import Protocol
 from agentrl.errors import RewardFailure
 from agentrl.reward import Scorer
 from agentrl.rollout.failures import CauseTable, FailureMonitor
+from agentrl.rollout.mixed_runner import MixedScorer
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Runner(Protocol):
     """Plays episodes: an `EpisodeRunner`, or a `RemoteRunner` for other processes."""
 
     @property
-    def scorer(self) -> Scorer:
+    def scorer(self) -> Scorer | MixedScorer:
         """Scores whole groups."""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:

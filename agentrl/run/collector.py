@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from agentrl.engine.base import Engine, Generator
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.failures import CauseTable
+from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.rollout.rollout import Rollout, Runner
 from agentrl.run.components import Components, RunnerSettings
 from agentrl.run.progress import CountedGenerator, Progress
@@ -107,7 +108,7 @@ class Collector:
                 yield runner
             return
         function = self.components.generate_function
-        local_runner: EpisodeRunner | SlimeRunner
+        local_runner: EpisodeRunner | MixedRunner | SlimeRunner
         if function is not None:
             local_runner = self.components.slime_runner(generator or self.engine, settings, function)
         else:

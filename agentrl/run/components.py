@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-import logging
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agentrl.config import Config, EngineSettings, GatewaySettings
+from agentrl.config.mixture import env_shares
 from agentrl.core.seeds import derive_seed
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
@@ -30,8 +29,8 @@ from agentrl.render.images import Images, images_of_model
 from agentrl.reward import Reward, Scorer, resolve_rewards
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
 from agentrl.rollout.process_pool import ProcessPool
-from agentrl.rollout.process_worker import Notify
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.model_folder import model_folder
@@ -76,6 +75,10 @@ class Components:
 
     def __init__(self, config: Config, *, trains: bool = True) -> None:
         self.config = config
+        self.envs, self.shares, self._env_concurrency = _env_components(config)
+        """the components of each of several environments by its label, and their shares; {} if the run has one environment"""
+        if self.envs:
+            config = next(iter(self.envs.values())).config
         self.folder = model_folder(config.model.hf_checkpoint)
         self.env_class = make_env_class(config.env.env)
         check_env_args(self.env_class, config.env.env_args)
@@ -103,6 +106,7 @@ class Components:
         self.context_length = self._context_length()
         self.trains = trains
         self.servers: ServerPlan | None = None
+        config = self.config
         if config.engine.engine == "sglang":
             from agentrl.engine.sglang.plan import plan_servers
 
@@ -118,6 +122,10 @@ class Components:
         Raises:
             UsageError: the environment refuses an argument, is not ready, or has tools that the policy cannot see.
         """
+        if self.envs:
+            for components in self.envs.values():
+                await components.require_env()
+            return
         pools = ThreadPools(self.env_class, isolation=self.config.env.env_isolation)
         instance = EnvInstance(self.make_env, self.env_class, pools)
         try:
@@ -182,8 +190,19 @@ class Components:
 
     def env_limits(self) -> dict[str, int]:
         """The maximum concurrent episodes of environments that have such a limit, by `EpisodeSpec.env`."""
-        limit = self.env_class.max_concurrency
-        return {} if limit is None else {"": limit}
+        limits = {env: c.env_class.max_concurrency for env, c in (self.envs or {"": self}).items()}
+        limits |= {env: limit for env, limit in self._env_concurrency.items() if limit is not None}
+        return {env: limit for env, limit in limits.items() if limit is not None}
+
+    @property
+    def label(self) -> str:
+        """The environment's label; of several, all."""
+        return ", ".join(self.envs) or self.env_class.label()
+
+    @property
+    def eval_score(self) -> str:
+        """The evaluation score that the report shows."""
+        return "reward" if self.envs else self.env_class.eval_score
 
     def runner_settings(self, split: str, *, policy_version: int = 0, keep: SaveOutput | None = None) -> RunnerSettings:
         """The settings of a split: 'train' or 'eval/NAME'."""
@@ -210,8 +229,16 @@ class Components:
             evaluation=True,
         )
 
-    def runner(self, generator: Generator, settings: RunnerSettings, *, processes: int = 1) -> EpisodeRunner:
-        """A runner of the environment. `processes`: the number of runner processes, which share the limits of tools."""
+    def runner(
+        self, generator: Generator, settings: RunnerSettings, *, processes: int = 1
+    ) -> EpisodeRunner | MixedRunner:
+        """A runner of the environments. `processes`: the number of runner processes, which share the limits of tools."""
+        if self.envs:
+            return MixedRunner({env: c.env_runner(generator, settings, processes) for env, c in self.envs.items()})
+        return self.env_runner(generator, settings, processes)
+
+    def env_runner(self, generator: Generator, settings: RunnerSettings, processes: int = 1) -> EpisodeRunner:
+        """A runner of the one environment."""
         if self._pools is None:
             self._pools = ThreadPools(self.env_class, settings.keep, processes, self.config.env.env_isolation)
         return EpisodeRunner(
@@ -273,8 +300,11 @@ class Components:
         servers = EngineSettings(engine="sglang", rollout_external_engine_addrs=addresses)
         model = replace(self.config.model, hf_checkpoint=str(self.folder))
         config = replace(self.config, engine=servers, sglang={}, model=model)
+        from agentrl.run.runner_maker import runner_maker
+
         factory = functools.partial(runner_maker, config)
-        return ProcessPool(factory, count, self.scorer, on_notice=lambda down: engine.suspect(*down))
+        scorer = MixedScorer({env: c.scorer for env, c in self.envs.items()}) if self.envs else self.scorer
+        return ProcessPool(factory, count, scorer, on_notice=lambda down: engine.suspect(*down))
 
     def engine(self, run_dir: Path | None = None) -> Engine:
         """The engine of `--engine`, not started. The logs of servers go into `run_dir`."""
@@ -348,6 +378,8 @@ class Components:
 
     def close(self) -> None:
         """Stop the threads of rewards and the processes of user code."""
+        for components in self.envs.values():
+            components.close()
         self.scorer.close()
         if self._pools is not None:
             self._pools.end_processes()
@@ -355,6 +387,11 @@ class Components:
     def _driver(self) -> GatewayDriver | None:
         """The gateway of an environment whose agent is a program of its own."""
         g = self.config.gateway
+        agents = [c.env_class.label() for c in self.envs.values() if issubclass(c.env_class, AgentEnv)]
+        if agents:
+            raise ConfigError(
+                f"{agents[0]} is an AgentEnv and cannot be mixed with other environments; give it a run of its own"
+            )
         if not issubclass(self.env_class, AgentEnv):
             if g != GatewaySettings():
                 raise ConfigError(
@@ -422,23 +459,23 @@ class Components:
         return settings
 
 
-def runner_maker(config: Config) -> Callable[[RunnerSettings, Notify], tuple[EpisodeRunner, Engine]]:
-    """Called in a runner process: makes the runner of each rollout, on a separate fleet that is attached to the controller's servers."""
-    from agentrl.engine.sglang.fleet import Fleet
+def _env_components(config: Config) -> tuple[dict[str, Components], dict[str, float], dict[str, int | None]]:
+    """The components, shares and limits of several environments by label; empty if the run has one.
 
-    # the controller warns and logs
-    warnings.filterwarnings("ignore", "SGLang .* was not tested")
-    logging.getLogger("agentrl").addHandler(logging.NullHandler())
-    components = Components(config, trains=False)
-
-    def make(settings: RunnerSettings, notify: Notify) -> tuple[EpisodeRunner, Engine]:
-        fleet = components.engine()
-        assert isinstance(fleet, Fleet), "only servers can be attached to"
-        fleet.attach(settings.policy_version)
-        fleet.on_down = lambda address, failure: notify((address, failure))
-        return components.runner(fleet, settings, processes=config.rollout.runner_processes), fleet
-
-    return make
+    Raises:
+        UsageError: the settings of one cannot work, or two have the same label.
+    """
+    envs: dict[str, Components] = {}
+    shares: dict[str, float] = {}
+    limits: dict[str, int | None] = {}
+    for member in env_shares(config):
+        # only the run itself starts an engine
+        components = Components(replace(member.config, engine=EngineSettings()), trains=False)
+        label = components.env_class.label()
+        if label in envs:
+            raise ConfigError(f"--env has two environments with the label {label!r}; give one of them another `name`")
+        envs[label], shares[label], limits[label] = components, member.share, member.concurrency
+    return envs, shares, limits
 
 
 def _sampling(settings: RunnerSettings) -> SamplingParams:

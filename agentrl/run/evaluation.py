@@ -39,14 +39,17 @@ async def evaluate_only(config: Config, *, echo: Echo = print) -> dict[str, floa
 async def evaluate(run: EpisodeRun, step: int) -> None:
     """Play all evaluation sets with the engine's weights after `step` rollouts; record, report and show the metrics."""
     k = run.config.eval.n_samples_per_eval_prompt
-    for name, tasks in run.eval_sets.items():
+    for name, evaluated in run.eval_sets.items():
         started = time.perf_counter()
         prefix = f"eval/{name}/{step}/"
-        groups = [[EpisodeSpec(task, g, g * k + i, prefix=prefix) for i in range(k)] for g, task in enumerate(tasks)]
+        groups = [
+            [EpisodeSpec(task, g, g * k + i, prefix=prefix, env=evaluated.env) for i in range(k)]
+            for g, task in enumerate(evaluated.tasks)
+        ]
         episodes = await run.collector.collect(
             groups, policy_version=run.policy_version, step=step, split=f"eval/{name}"
         )
-        metrics = eval_metrics(name, episodes.groups, run.components.env_class.eval_groups)
+        metrics = eval_metrics(name, episodes.groups, evaluated.groups)
         run.folder.metrics.write({"step": step, **metrics})
         seconds = time.perf_counter() - started
         run.folder.timings.write({"step": step, f"eval/{name}_s": seconds})

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from agentrl.config import Config
+from agentrl.errors import ConfigError
 from agentrl.gateway.open_gateway import OpenGateway
 from agentrl.run.components import Components
 from agentrl.run.rollouts import EpisodeRun
@@ -17,11 +18,13 @@ from agentrl.types import Trajectory
 async def serve_gateway(config: Config, *, echo: Echo = print) -> Path:
     """Listen until the job is cancelled; returns the run folder, which holds an episode for each key that made requests."""
     components = Components(config, trains=False)
+    if components.envs:
+        raise ConfigError("`agentrl gateway` records one environment; give one --env")
     await components.require_env()
     fingerprint = settings_fingerprint(config)
     async with EpisodeRun(components, echo=echo, plays="recorded") as run:
         await run.start_engine()
-        runner = components.runner(run.engine, components.runner_settings("train"))
+        runner = components.env_runner(run.engine, components.runner_settings("train"))
 
         def record(t: Trajectory) -> None:
             run.folder.episodes.write(t, step=0, split="train", config=fingerprint)

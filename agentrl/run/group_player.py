@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from agentrl.data.data_source import DataSource
+from agentrl.data.mixed_source import MixedSource
 from agentrl.errors import RewardFailure, boundary
 from agentrl.rollout.failures import CauseTable, FailureMonitor
 from agentrl.rollout.rollout import Progress, Rollout, RolloutLimits
@@ -45,7 +46,7 @@ class GroupPlayer:
 
     def __init__(
         self,
-        source: DataSource,
+        source: DataSource | MixedSource,
         rollout: Rollout,
         limits: RolloutLimits,
         *,

@@ -40,7 +40,13 @@ def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int
     metrics |= {f"stop/{reason}": count for reason, count in causes.by_reason().items()}
     if not episodes:
         return metrics
-    metrics |= {
+    return metrics | _means(groups)
+
+
+def _means(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the episodes of complete groups."""
+    episodes = [t for g in groups for t in g.trajectories]
+    metrics: dict[str, float] = {
         "reward": _mean_score(episodes),
         "turns": fmean(len(t.turns) for t in episodes),
         "sampled_tokens": fmean(t.sampled_tokens for t in episodes),
@@ -51,6 +57,18 @@ def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int
     }
     metrics |= {f"abstained/{name}": count for name, count in abstentions(episodes).items()}
     return metrics | {f"reward/{name}": mean for name, mean in component_means(episodes).items()}
+
+
+def metrics_by_env(groups: Sequence[Group]) -> dict[str, float]:
+    """The means of each environment, as `ENV/reward` …, and `ENV/groups`, in a run of several."""
+    by_env: dict[str, list[Group]] = {}
+    for group in groups:
+        by_env.setdefault(group.trajectories[0].env, []).append(group)
+    metrics: dict[str, float] = {}
+    for env, members in sorted(by_env.items()):
+        means = {"groups": len(members)} | _means(members)
+        metrics |= {f"{env}/{name}": value for name, value in means.items()}
+    return metrics
 
 
 def abstentions(episodes: Sequence[Trajectory]) -> dict[str, float]:

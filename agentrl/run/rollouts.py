@@ -11,12 +11,14 @@ from agentrl import __version__
 from agentrl.config import Config
 from agentrl.core.program_name import command
 from agentrl.data.data_source import DataSource
+from agentrl.data.mixed_source import MixedSource
 from agentrl.errors import DataError
 from agentrl.run.collector import Collector
 from agentrl.run.components import Components
-from agentrl.run.metrics import StageReport, rollout_metrics
+from agentrl.run.metrics import StageReport, metrics_by_env, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.run.run_log import Echo, RunLog
+from agentrl.run.run_tasks import evaluation_sets, task_counts, training_source
 from agentrl.run.trackers import require_trackers
 from agentrl.store import Recording
 from agentrl.store.checkpoints import last_checkpoint
@@ -62,25 +64,20 @@ class EpisodeRun:
         self.components = components
         self.config = config = components.config
         evaluates = config.eval.eval_interval > 0 and plays != "recorded"
-        self.eval_sets = components.tasks.evaluation() if evaluates else {}
+        self.eval_sets = evaluation_sets(components) if evaluates else {}
         if plays == "evaluation" and not self.eval_sets:
             raise DataError(
-                f"{components.env_class.label()} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
+                f"{components.label} has no tasks of the split 'test' to evaluate on; give --eval-prompt-data NAME PATH"
             )
-        self._source: DataSource | None = None
+        self._source: DataSource | MixedSource | None = None
         if plays == "training":
-            self._source = DataSource(
-                components.tasks.training(),
-                n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-                seed=config.run.seed,
-                shuffle=config.data.rollout_shuffle,
-            )
+            self._source = training_source(components)
         if components.trains:
             components.require_trainable()
         else:
             components.require_weights()
         require_trackers(config)
-        self.report = Report(components.env_class.eval_score)
+        self.report = Report(components.eval_score)
         self.policy_version = 0
         self.checkpoint: Path | None = None
         self.state: dict[str, Any] = {}
@@ -100,7 +97,7 @@ class EpisodeRun:
         self.collector = Collector(components, self.engine, self.folder, self.report, self.log.echo)
 
     @property
-    def source(self) -> DataSource:
+    def source(self) -> DataSource | MixedSource:
         """The order of the training tasks, in a run that plays them."""
         assert self._source is not None, "the run plays no training tasks"
         return self._source
@@ -125,9 +122,7 @@ class EpisodeRun:
 
     async def __aenter__(self) -> Self:
         self.log.__enter__()
-        for line in self.components.tasks.counts:
-            self.log.echo(line)
-        for line in self.components.tasks.counts:
+        for line in task_counts(self.components):
             self.log.echo(line)
         return self
 
@@ -154,7 +149,10 @@ class EpisodeRun:
             episodes = await self.collector.collect(groups, policy_version=version, step=step, split="train")
         self.report.add_episodes(*episodes)
         seconds = time.perf_counter() - started
-        return episodes.groups, StageReport(rollout_metrics(*episodes), {"rollout_s": seconds})
+        metrics = rollout_metrics(*episodes)
+        if self.components.envs:
+            metrics |= metrics_by_env(episodes.groups)
+        return episodes.groups, StageReport(metrics, {"rollout_s": seconds})
 
     def record(self, step: int, *stages: StageReport) -> None:
         """Write what the stages of a step report, and show its line."""

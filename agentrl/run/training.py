@@ -108,7 +108,7 @@ class TrainingRun(EpisodeRun):
                 f"{self.folder.path} has no checkpoint yet and starts from the beginning; recorded episodes dropped: {self.dropped_episodes}"
             )
         self.log.echo(
-            f"run folder {self.folder.path}: model {components.folder}, environment {components.env_class.label()}, "
+            f"run folder {self.folder.path}: model {components.folder}, environment {components.label}, "
             f"{len(self.source.tasks)} tasks, "
             f"evaluated on {', '.join(self.eval_sets) or 'nothing (see --eval-prompt-data)'}"
         )

@@ -385,6 +385,11 @@ CASES = [
     Case("dtype", "bfloat16", trainer("dtype"), "bfloat16"),
     Case("template_args", {"mood": "kind"}, lambda s: "be kind" in s.prompt, True),
     # environment
+    Case(
+        "env_settings", {"gymnasium:FrozenLake-v1.max_turns": 1},
+        lambda s: {len(t.turns) for t in s.played if t.env != "Joint"}, {1},
+        {"env": "ENV:Joint=1 gymnasium:FrozenLake-v1=1"},
+    ),
     Case("env_args", {"bonus": 2.0}, lambda s: {t.score for t in s.episodes}, {4.0, 7.0}),
     Case("reward", ["ENV:one"], lambda s: {t.score for t in s.episodes}, {1.0, 4.0}),
     Case("reward_key", "b", lambda s: {t.score for t in s.episodes}, {2.0, 5.0}, {"reward": ["ENV:parts"]}),

@@ -1,0 +1,64 @@
+"""The order of groups in a run of several environments. The shares are exact: after any number of groups, each has its share to within one group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agentrl.data.data_source import DataSource
+from agentrl.types import EpisodeSpec, Task
+
+
+class MixedSource:
+    """Takes groups from the sources of several environments, by their shares.
+
+    The next group comes from the environment that lacks the most: of n groups, environment e should have share_e × n.
+
+    Args:
+        sources: the source of each environment, by its label.
+        shares: the share of each; they sum to 1.
+    """
+
+    def __init__(self, sources: Mapping[str, DataSource], shares: Mapping[str, float]) -> None:
+        self.sources, self.shares = dict(sources), dict(shares)
+        self.issued = dict.fromkeys(sources, 0)
+        """groups issued so far, by environment"""
+        self.next_episode = 0
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks of all environments."""
+        return [task for source in self.sources.values() for task in source.tasks]
+
+    def get_samples(self, num_groups: int) -> list[list[EpisodeSpec]]:
+        """Return the next groups. Groups and episodes are numbered over all environments."""
+        groups = []
+        for _ in range(num_groups):
+            number = sum(self.issued.values())
+            env = max(self.sources, key=lambda e: self.shares[e] * (number + 1) - self.issued[e])
+            self.issued[env] += 1
+            (specs,) = self.sources[env].get_samples(1)
+            groups.append(
+                [
+                    replace(spec, env=env, group_index=number, index=self.next_episode + i)
+                    for i, spec in enumerate(specs)
+                ]
+            )
+            self.next_episode += len(specs)
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of all sources, for a checkpoint."""
+        sources = {env: source.state_dict() for env, source in self.sources.items()}
+        return {"sources": sources, "issued": dict(self.issued), "next_episode": self.next_episode}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned.
+
+        Raises:
+            DataError: the tasks of an environment differ from those of the checkpoint.
+        """
+        for env, source in self.sources.items():
+            source.load_state_dict(state["sources"][env])
+        self.issued, self.next_episode = dict(state["issued"]), state["next_episode"]
