@@ -56,9 +56,9 @@ def read_conversations(
 ) -> Iterator[Trajectory]:
     """Yield the conversations of a data set (see `read_rows`).
 
-    A row is {"messages": […], "tools": […]} (tools are optional and may be JSON text), {"conversations": [{"from", "value"}, …]} or
-    {"prompt": …, "completion": …}. A conversation longer than `max_tokens` is truncated after the last turn that fits; `census` counts
-    what is cut and left out.
+    A row is {"messages": […], "tools": […]} (tools are optional and may be JSON text), {"conversations": [{"from", "value"}, …]},
+    {"prompt": …, "completion": …} or {"instruction": …, "input": …, "output": …}. A conversation longer than `max_tokens` is truncated after
+    the last turn that fits; `census` counts what is cut and left out.
 
     Raises:
         DataError: the file is missing, a row is malformed, or the model's template cannot express it.
@@ -101,12 +101,14 @@ def conversation_of(row: Row) -> tuple[Message, ...]:
         found = values["conversations"]
         if isinstance(values.get("system"), str) and isinstance(found, (list, tuple)):
             found = [{"role": "system", "content": values["system"]}, *found]
+    elif values.get("instruction") is not None and values.get("output") is not None:
+        found = _alpaca(values)
     elif values.get("prompt") is not None and values.get("completion") is not None:
         found = [*_side(values["prompt"], "user"), *_side(values["completion"], "assistant")]
     else:
         raise DataError(
-            'expected {"messages": [{"role", "content"}, …]}, {"conversations": [{"from", "value"}, …]} or '
-            f'{{"prompt", "completion"}}, found the columns {", ".join(map(str, values))}'
+            'expected {"messages": [{"role", "content"}, …]}, {"conversations": [{"from", "value"}, …]}, {"prompt", "completion"} '
+            f'or {{"instruction", "input", "output"}}, found the columns {", ".join(map(str, values))}'
         )
     messages = normal_messages(found, arrow=row.arrow)
     roles = [m["role"] for m in messages]
@@ -116,6 +118,24 @@ def conversation_of(row: Row) -> tuple[Message, ...]:
             f"found the roles {', '.join(roles)}"
         )
     return messages
+
+
+def _alpaca(values: Mapping[str, Any]) -> list[Message]:
+    """The conversation of {"instruction", "input", "output"}: the input, if there is one, follows the instruction after an empty line.
+
+    Raises:
+        DataError: a value is not text, or there are earlier turns in a column `history`.
+    """
+    if values.get("history"):
+        raise DataError(
+            'the column history holds earlier turns; write the conversation as {"messages": [{"role", "content"}, …]}'
+        )
+    texts = {name: values.get(name) or "" for name in ("system", "instruction", "input", "output")}
+    if wrong := next((name for name, text in texts.items() if not isinstance(text, str)), None):
+        raise DataError(f"{wrong} must be text, found {type(texts[wrong]).__name__}: {texts[wrong]!r:.60}")
+    request = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
+    system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    return [*system, {"role": "user", "content": request}, {"role": "assistant", "content": texts["output"]}]
 
 
 def _side(value: Any, role: str) -> Sequence[Any]:

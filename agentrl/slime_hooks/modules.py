@@ -29,7 +29,6 @@ _FURTHER_ARGS: Mapping[str, Any] = {
     "rollout_stop": None,
     "rollout_stop_token_ids": None,
     "rollout_skip_special_tokens": False,
-    "partial_rollout": False,
     "use_slime_router": False,
     "rm_type": None,
 }
@@ -105,7 +104,7 @@ def arguments(config: Config, folder: Path, sampling: SamplingParams) -> Namespa
     sections = [getattr(config, name) for name in SECTIONS]
     settings = {f.name: getattr(section, f.name) for section in sections for f in fields(section)}
     sglang = {f"sglang_{name}": value for name, value in config.sglang.items()}
-    own = {"hf_checkpoint": str(folder), "model_folder": folder, "run_sampling": sampling}
+    own = {"partial_rollout": False, "hf_checkpoint": str(folder), "model_folder": folder, "run_sampling": sampling}
     return Namespace(**{**_FURTHER_ARGS, **config.megatron, **sglang, **settings, **own})
 
 

@@ -41,10 +41,15 @@ ESTIMATORS: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": _grpo
 """Advantage estimators by name. Each takes two or more scores that are not all equal."""
 
 
-def group_advantages(groups: Sequence[Group], estimator: str = "grpo", truncated: str = "train") -> dict[str, float]:
+def group_advantages(
+    groups: Sequence[Group | Sequence[Trajectory]], estimator: str = "grpo", truncated: str = "train"
+) -> dict[str, float]:
     """Advantages by episode id of the episodes that are trained on; 0 in a group of one or of equal scores.
 
-    `truncated`: the treatment of truncated episodes; 'train': as complete ones; 'mask': in the baseline, but not trained on; 'drop': neither.
+    Args:
+        groups: each a `Group`, or a list of the trajectories of one task.
+        estimator: a name of `ESTIMATORS`.
+        truncated: the treatment of truncated episodes; 'train': as complete ones; 'mask': in the baseline, but not trained on; 'drop': neither.
 
     Raises:
         UnknownNameError: unknown estimator.
@@ -54,7 +59,8 @@ def group_advantages(groups: Sequence[Group], estimator: str = "grpo", truncated
         raise UnknownNameError.of("advantage estimator", estimator, ESTIMATORS)
     advantages: dict[str, float] = {}
     for group in groups:
-        members = [t for t in group.trajectories if in_baseline(t, truncated)]
+        trajectories = group.trajectories if isinstance(group, Group) else group
+        members = [t for t in trajectories if in_baseline(t, truncated)]
         scores = [_score(t) for t in members]
         flat = len(scores) < 2 or max(scores) - min(scores) < EQUAL
         values = [0.0] * len(scores) if flat else ESTIMATORS[estimator](scores)

@@ -113,6 +113,11 @@ def test_who_is_in_the_baseline_and_who_is_trained(truncated, reasons, expected)
     assert found == [e if e is None else pytest.approx(e) for e in expected]
 
 
+def test_a_list_of_trajectories_is_a_group():
+    group = group_of(1.0, 0.0, 0.5)
+    assert group_advantages([list(group.trajectories)]) == group_advantages([group])
+
+
 def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_trained_tokens():
     given, tokens = {"a": 1.0, "b": -2.0, "c": 0.0}, [("a", 3), ("b", 1), ("b", 4), ("c", 2), ("masked", 9)]
     out = normalized(given, tokens)
