@@ -120,33 +120,6 @@ class Recorder:
         """Index of the agent's current segment."""
         return self._current[agent_id]
 
-    def observe(
-        self, context: Sequence[int], generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy"
-    ) -> bool:
-        """Record one exchange of an agent that sends whole contexts (a gateway): the context and the generation.
-
-        Extends the longest segment of that agent that is an exact prefix of `context`, else opens one. True if it extended one.
-        """
-        best = -1
-        for i, s in enumerate(self._segments):
-            length = len(s.ids)
-            if (
-                s.agent_id == agent_id
-                and length <= len(context)
-                and (best < 0 or length > len(self._segments[best].ids))
-                and s.ids == list(context[:length])
-            ):
-                best = i
-        if best < 0:
-            self.open([(Provenance.PROMPT, context)], agent_id=agent_id)
-        else:
-            self._current[agent_id] = best
-            self.extend(
-                [(Provenance.OBSERVATION, context[len(self._segments[best].ids) :])], turn=turn, agent_id=agent_id
-            )
-        self.sampled(generation, turn=turn, temperature=temperature, agent_id=agent_id)
-        return best >= 0
-
     def segments(self) -> tuple[Segment, ...]:
         """All segments so far."""
         return tuple(Segment(tuple(s.spans), s.agent_id, tuple(s.images)) for s in self._segments)

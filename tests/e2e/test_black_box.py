@@ -33,3 +33,16 @@ def test_a_black_box_gives_the_tokens_of_the_native_environment_and_its_run_repl
     assert main(["fork", run, black[0].episode_id, "--turn", "1"]) == 0
     assert "identical" in capsys.readouterr().out
     assert main(["check", "--env", str(BLACK_BOX)]) == 2
+
+
+@pytest.mark.full
+def test_training_a_black_box_gives_the_weights_of_training_the_native_environment(tmp_path):
+    few = (
+        "--num-rollout 3 --rollout-batch-size 6 --n-samples-per-prompt 4 --tensorboard false --eval-interval 0".split()
+    )
+    alone = "--actor-num-gpus-per-node 1 --lr-warmup-rollouts 0".split()
+    for name, env in (("native", "search_r1"), ("black", str(BLACK_BOX))):
+        assert main(["train", "--env", env, "--run", str(tmp_path / name), *few, *alone]) == 0
+    native, black = (tmp_path / name for name in ("native", "black"))
+    assert (black / "metrics.jsonl").read_bytes() == (native / "metrics.jsonl").read_bytes()
+    assert (black / "hf/model.safetensors").read_bytes() == (native / "hf/model.safetensors").read_bytes()

@@ -99,19 +99,15 @@ def test_agents_have_lines_of_their_own():
     assert (recorder.segment_index("a"), recorder.segment_index("b")) == (0, 1)
 
 
-def test_observe_extends_an_exact_prefix_and_opens_a_segment_otherwise():
+def test_an_agent_that_resumes_an_earlier_segment_extends_it():
     recorder = Recorder()
-    assert not recorder.observe([1, 2], generation([3]), turn=0, temperature=1.0)
-    assert recorder.observe([1, 2, 3, 4], generation([5]), turn=1, temperature=1.0)
-    assert not recorder.observe([1, 2, 9], generation([6]), turn=2, temperature=1.0)  # history rewritten
-    assert recorder.observe([1, 2, 3, 4, 5, 7], generation([8]), turn=3, temperature=1.0)  # the first line again
-    assert [s.ids for s in recorder.segments()] == [[1, 2, 3, 4, 5, 7, 8], [1, 2, 9, 6]]
-    sampled = [t for g in recorder.segments() for s in g.spans if s.provenance is SAMPLED for t in s.ids]
-    assert sorted(sampled) == [3, 5, 6, 8]  # each once, also the 3 that is repeated in no prefix
-
-
-def test_the_same_context_sampled_twice_is_two_segments():
-    recorder = Recorder()
-    recorder.observe([1, 2], generation([3]), turn=0, temperature=1.0)
-    recorder.observe([1, 2], generation([4]), turn=0, temperature=1.0)
-    assert [s.ids for s in recorder.segments()] == [[1, 2, 3], [1, 2, 4]]
+    first = recorder.open([(PROMPT, [1, 2])])
+    recorder.sampled(generation([3]), turn=0, temperature=1.0)
+    context = recorder.segment_ids(first)
+    second = recorder.open([(PROMPT, [1, 2, 9])])
+    recorder.resume(first)
+    recorder.extend([(OBSERVATION, [4])], turn=0)
+    recorder.sampled(generation([5]), turn=1, temperature=1.0)
+    assert (recorder.segment_index(), recorder.segment_length(second)) == (first, 3)
+    assert [s.ids for s in recorder.segments()] == [[1, 2, 3, 4, 5], [1, 2, 9]]
+    assert context == [1, 2, 3]  # what an engine holds does not change
