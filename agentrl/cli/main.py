@@ -8,8 +8,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from agentrl import __version__
 from agentrl.cli.common import Commands, HelpFormatter, print_now
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 2
         with warnings_on_stderr():
-            status: int = args.run_command(args, rest)
+            status: int = _ungrouped(args.run_command, args, rest)
     except (UsageError, StoreError) as e:
         print_now(f"{name}: {e}", sys.stderr)
         return 2
@@ -86,6 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_now(f"{name}: interrupted", sys.stderr)
         return 130
     return status
+
+
+def _ungrouped(run: Callable[..., int], *args: Any) -> int:
+    """Call it; a group of exceptions is raised as its first one: errors of several tasks, such as a full disk, have one cause."""
+    try:
+        return run(*args)
+    except ExceptionGroup as e:
+        error: Exception = e
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def make_parser(*, basic: bool = False) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

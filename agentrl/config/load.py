@@ -34,6 +34,10 @@ def read_toml(path: Path) -> Layer:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not TOML: {e}") from e
+    except ValueError as e:  # an integer of thousands of digits
+        raise ConfigError(f"{path}: not a settings file: {e}") from e
+    except RecursionError as e:
+        raise ConfigError(f"{path}: arrays or tables are nested too deep") from e
     layer: Layer = {}
     for section, body in data.items():
         if section in FIELDS and section not in SECTIONS:
@@ -92,7 +96,21 @@ def value_problems(layer: Layer) -> list[str]:
         except ValidationError as e:
             for error in reversed(e.errors()):
                 problems[cls, error["loc"][0]] = _sentence(cls, error)
-    return list(problems.values())
+    odd = [
+        f"--{name.replace('_', '-')} must be Unicode text, found {value!a:.60}"
+        for name, value in layer.items()
+        if not _is_unicode(value)
+    ]
+    return [*problems.values(), *odd]
+
+
+def _is_unicode(value: Any) -> bool:
+    """False if a text in it, such as an argument in another encoding, cannot be written as UTF-8, as config.toml is."""
+    if isinstance(value, Mapping):
+        return all(map(_is_unicode, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_unicode, value))
+    return not isinstance(value, str) or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _values(cls: type, layer: Layer) -> Layer:

@@ -54,6 +54,13 @@ def test_an_error_of_the_machine_is_one_sentence(capsys, monkeypatch, number):
     assert line.startswith("agentrl help: it failed (run/episodes); ")
 
 
+def test_an_error_of_the_machine_in_several_tasks_is_one_sentence(capsys, monkeypatch):
+    full = OSError(errno.ENOSPC, "it failed", "run/episodes")
+    raising(ExceptionGroup("tasks", [ExceptionGroup("inner", [full]), full]), monkeypatch)
+    assert main(["help", "lr"]) == 1
+    assert capsys.readouterr().err.startswith("agentrl help: it failed (run/episodes); free some space")
+
+
 @pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m agentrl.cli help lr | true; exit ${{PIPESTATUS[0]}}"

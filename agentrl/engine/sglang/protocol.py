@@ -292,7 +292,7 @@ def _read_versions(meta: Mapping[str, Any], unnamed: int, where: str) -> tuple[t
             for span in spans
             if span["end"] > span["start"]
         )
-    except (TypeError, KeyError, ValueError) as e:
+    except (TypeError, KeyError, ValueError, OverflowError) as e:
         raise malformed(where, f"weight_versions {spans!r:.60}") from e
 
 
