@@ -25,6 +25,7 @@ pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
 import chromium
 from chromium import find, open_page, press, start_browser, text, wait
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
@@ -66,6 +67,41 @@ def test_the_run_page_has_curves_and_the_failure_table(browser, run):
     assert len(find(browser, ".curve-card")) == 2
     assert "terminated" in text(browser, "#causes")
     assert EVIL.split("\x1b")[0] in text(browser, "#causes"), "the cause of a failure is text"
+    check_quiet(browser)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("page", ["", "#/episodes", "#/episode?id=9-0", "#/compare"])
+def test_the_pages_fit_a_phone_and_a_desktop(browser, run, page, width):
+    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        open_page(browser, run.url + page)
+        widths = "return [document.documentElement.scrollWidth, window.innerWidth]"
+        wait(browser, lambda b: b.execute_script(widths)[1] == width)
+        assert browser.execute_script(widths)[0] <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    check_quiet(browser)
+
+
+def test_curves_have_axes_gaps_and_the_value_under_the_pointer(browser, tmp_path):
+    writer = make_run(tmp_path / "run")
+    rows = [{"step": s, "reward": s / 10, **({"stop/max_turns": s + 1} if s != 1 else {})} for s in range(4)]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    served = Served(tmp_path / "run")
+    try:
+        open_page(browser, served.url)
+        card = next(c for c in find(browser, ".curve-card") if "stop/max_turns" in c.text)
+        path = card.find_element("css selector", ".curve").get_attribute("d")
+        assert path.count("M") == 2, "a rollout without the value is a gap, not a ramp"
+        assert card.find_element("css selector", ".x-axis").text.split() == ["1", "rollout", "4"]
+        assert card.find_element("css selector", ".y-axis").text.split() == ["4", "1"]
+        ActionChains(browser).move_to_element_with_offset(card.find_element("css selector", "svg"), 100, 0).perform()
+        assert card.find_element("css selector", ".value").text in ("rollout 3: 3", "rollout 4: 4")
+    finally:
+        served.close()
+        writer.close()
     check_quiet(browser)
 
 
@@ -210,7 +246,7 @@ def test_the_run_page_follows_a_run_that_another_process_writes(browser, run):
             assert writer.stdout.readline() == "written\n"
             n = 2 * group + 2
             wait(browser, lambda b, n=n, g=group: f"{n} episodes, {g + 1} optimizer steps" in text(b))
-            wait(browser, lambda b, g=group: f"rollouts 0 to {g}" in text(b, ".curve-card"))
+            wait(browser, lambda b, g=group: text(b, ".curve-card .x-axis") == f"1rollout{g + 1}")
             assert "reward0.900" in text(browser, ".curve-card h3")
         writer.stdin.close()
         assert writer.wait(30) == 0

@@ -37,41 +37,69 @@
     return at < 0 ? FIRST.length : at;
   };
 
-  function curves(rows) {
-    const series = new Map();
-    for (const row of rows) {
-      for (const [k, v] of Object.entries(row)) {
-        if (k === "step" || typeof v !== "number") continue;
-        if (!series.has(k)) series.set(k, []);
-        series.get(k).push([row.step, v]);
-      }
-    }
-    return [...series].filter(([, p]) => p.some(([, v]) => v !== p[0][1]) || p.length === 1).sort((a, b) => rank(a[0]) - rank(b[0]) || (a[0] < b[0] ? -1 : 1));
+  // What a line of metrics reports: a rollout, or an evaluation of one set.
+  function kind(row) {
+    const name = Object.keys(row).find((k) => k.startsWith("eval/"));
+    return name ? name.split("/").slice(0, 2).join("/") : "rollout";
   }
 
+  // Points [rollout, value, whether a line before it lacks the value] by name. Rollout N is step N - 1 of the files; an evaluation follows rollout N.
+  function curves(rows) {
+    const series = new Map();
+    const seen = new Map(); // lines of each kind so far
+    for (const row of rows) {
+      const of = kind(row);
+      const number = (seen.get(of) || 0) + 1;
+      seen.set(of, number);
+      for (const [k, v] of Object.entries(row)) {
+        if (k === "step" || typeof v !== "number") continue;
+        if (!series.has(k)) series.set(k, { points: [], last: number - 1 });
+        const one = series.get(k);
+        one.points.push([of === "rollout" ? row.step + 1 : row.step, v, one.last !== number - 1]);
+        one.last = number;
+      }
+    }
+    const named = [...series].map(([k, one]) => [k, one.points]);
+    return named.filter(([, p]) => p.some(([, v]) => v !== p[0][1]) || p.length === 1).sort((a, b) => rank(a[0]) - rank(b[0]) || (a[0] < b[0] ? -1 : 1));
+  }
+
+  function svgElement(name, attributes) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [k, v] of Object.entries(attributes)) element.setAttribute(k, v);
+    return element;
+  }
+
+  // A curve with axes. It has gaps where values are missing; the pointer shows the value of the nearest rollout.
   function chart(name, points) {
-    const ns = "http://www.w3.org/2000/svg";
-    const svg = document.createElementNS(ns, "svg");
-    svg.setAttribute("viewBox", "0 0 300 100");
-    svg.setAttribute("preserveAspectRatio", "none");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `${name} over rollouts`);
+    const svg = svgElement("svg", { viewBox: "0 0 300 100", preserveAspectRatio: "none", role: "img", "aria-label": `${name} over rollouts` });
     const xs = points.map((p) => p[0]);
     const ys = points.map((p) => p[1]);
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     const [y0, y1] = [Math.min(...ys), Math.max(...ys)];
-    const x = (v) => 4 + (292 * (v - x0)) / (x1 - x0 || 1);
-    const y = (v) => 94 - (86 * (v - y0)) / (y1 - y0 || 1);
-    const line = (cls, d) => {
-      const path = document.createElementNS(ns, "path");
-      path.setAttribute("class", cls);
-      path.setAttribute("d", d);
-      svg.append(path);
+    const x = (v) => 2 + (296 * (v - x0)) / (x1 - x0 || 1);
+    const y = (v) => 96 - (92 * (v - y0)) / (y1 - y0 || 1);
+    const at = (p) => `${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`;
+    const alone = (i) => (i === 0 || points[i][2]) && (i + 1 === points.length || points[i + 1][2]);
+    for (const level of [4, 50, 96]) svg.append(svgElement("path", { class: "grid", d: `M2 ${level}H298` }));
+    svg.append(svgElement("path", { class: "axis", d: "M2 2V98H298" }));
+    svg.append(svgElement("path", { class: "curve", d: points.map((p, i) => `${i && !p[2] ? "L" : "M"}${at(p)}${alone(i) ? "h0.1" : ""}`).join("") }));
+    const cursor = svgElement("path", { class: "cursor", d: "" });
+    svg.append(cursor);
+    const last = points[points.length - 1];
+    const value = h("span", { class: "value" }, AR.number(last[1]));
+    const show = (p) => {
+      cursor.setAttribute("d", p ? `M${x(p[0]).toFixed(1)} 2V98` : "");
+      value.textContent = p ? `rollout ${p[0]}: ${AR.number(p[1])}` : AR.number(last[1]);
     };
-    line("axis", "M4 97H296");
-    line("curve", points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""));
-    if (points.length === 1) line("curve", "M4 94H296");
-    return h("figure", { class: "card curve-card" }, h("h3", {}, h("span", {}, AR.visible(name)), h("span", {}, AR.number(ys[ys.length - 1]))), svg, h("div", { class: "soft" }, `${AR.number(y0)} … ${AR.number(y1)}, rollouts ${x0} to ${x1}`));
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect();
+      const wanted = (300 * (event.clientX - box.left)) / box.width;
+      show(points.reduce((best, p) => (Math.abs(x(p[0]) - wanted) < Math.abs(x(best[0]) - wanted) ? p : best)));
+    });
+    svg.addEventListener("pointerleave", () => show(null));
+    const left = h("div", { class: "y-axis" }, h("span", {}, AR.number(y1)), h("span", {}, AR.number(y0)));
+    const below = h("div", { class: "x-axis" }, h("span", {}, `${x0}`), h("span", {}, "rollout"), h("span", {}, `${x1}`));
+    return h("figure", { class: "card curve-card" }, h("h3", {}, h("span", {}, AR.visible(name)), value), h("div", { class: "plot" }, left, svg, below));
   }
 
   // The result of the last rescore. A file of an older agentrl holds only the text.
@@ -116,7 +144,7 @@
 
   const ROW = 30;
   const PAGE = 100;
-  const COLUMNS = [["id", "episode", "92px"], ["step", "step", "40px", 1], ["split", "split", "64px"], ["stop", "ended", "92px"], ["score", "score", "48px", 1], ["turns", "turns", "42px", 1], ["sampled", "sampled", "58px", 1], ["tokens", "tokens", "50px", 1], ["seconds", "time", "56px", 1], ["version", "version", "52px", 1], ["advantage", "advantage", "68px", 1], ["replay", "replay", "68px"], ["text", "prompt", "minmax(120px, 1fr)"], ["answer", "answer", "minmax(80px, .4fr)"]];
+  const COLUMNS = [["id", "episode", "92px"], ["step", "rollout", "48px", 1], ["split", "split", "64px"], ["stop", "ended", "92px"], ["score", "score", "48px", 1], ["turns", "turns", "42px", 1], ["sampled", "sampled", "58px", 1], ["tokens", "tokens", "50px", 1], ["seconds", "time", "56px", 1], ["version", "version", "52px", 1], ["advantage", "advantage", "68px", 1], ["replay", "replay", "68px"], ["text", "prompt", "minmax(120px, 1fr)"], ["answer", "answer", "minmax(80px, .4fr)"]];
 
   async function showList(query) {
     if (!run) run = await get("run");
@@ -201,6 +229,7 @@
     }
     function cell(row, key) {
       if (key.startsWith("rewards.")) return AR.number(row.rewards[key.slice(8)]);
+      if (key === "step") return row.step === null || row.step === undefined ? "" : AR.number(row.split === "train" ? row.step + 1 : row.step);
       if (key === "seconds") return AR.seconds(row.seconds) || "–";
       if (key === "replay") return row.replay || "";
       return AR.visible(AR.number(row[key], 2));
