@@ -38,7 +38,11 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
             rollout_function_path=env.rollout_function_path and _code(env.rollout_function_path),
         ),
         schedule=replace(config.schedule, dynamic_sampling_filter_path=group_filter and _code(group_filter)),
-        data=replace(data, prompt_data=data.prompt_data and _data(data.prompt_data)),
+        data=replace(
+            data,
+            prompt_data=data.prompt_data and _data(data.prompt_data),
+            data_source_path=data.data_source_path and _code(data.data_source_path),
+        ),
         eval=replace(config.eval, eval_prompt_data=tuple(eval_data)),
         engine=replace(
             engine,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from random import Random
 from typing import Any
 from zlib import crc32
 
+from agentrl.core.registry import Registry
 from agentrl.core.seeds import derive_seed
-from agentrl.errors import DataError
+from agentrl.errors import ContractError, DataError
 from agentrl.types import EpisodeSpec, Task
 
 
 class DataSource:
-    """Iterates over the tasks, epoch after epoch, in a new random order each time. The method names are slime's."""
+    """Iterates over the tasks, epoch after epoch, in a new random order each time. The method names are slime's.
+
+    A subclass may choose other tasks; give it with --data-source-path. Its state must be JSON values.
+    """
 
     def __init__(self, tasks: Sequence[Task], *, n_samples_per_prompt: int, seed: int, shuffle: bool = True) -> None:
         """Start with the first epoch.
@@ -32,14 +37,19 @@ class DataSource:
         self.epoch = 0
         self.position = 0
         """index of the next task in the order of this epoch"""
+        self.returned: deque[list[EpisodeSpec]] = deque()
+        """groups that were given back and not issued yet"""
         self.next_group = 0
         self.next_episode = 0
         self._order = self._shuffled()
 
     def get_samples(self, num_groups: int) -> list[list[EpisodeSpec]]:
-        """Return the next groups. A group has `n_samples_per_prompt` episodes of one task; every episode has a new index."""
-        groups = []
-        for _ in range(num_groups):
+        """Return the next groups: first those that `add_samples` gave back, then new ones.
+
+        A new group has `n_samples_per_prompt` episodes of one task; every episode has a new index.
+        """
+        groups = [self.returned.popleft() for _ in range(min(num_groups, len(self.returned)))]
+        while len(groups) < num_groups:
             task = self.tasks[self._order[self.position]]
             size = self.n_samples_per_prompt
             groups.append([EpisodeSpec(task, self.next_group, self.next_episode + i) for i in range(size)])
@@ -51,6 +61,14 @@ class DataSource:
                 self._order = self._shuffled()
         return groups
 
+    def add_samples(self, groups: Sequence[Sequence[EpisodeSpec]]) -> None:
+        """Give tasks back, which will be played again as new groups before any others, in the same order."""
+        for specs in groups:
+            first = self.next_episode
+            self.returned.append([EpisodeSpec(spec.task, self.next_group, first + i) for i, spec in enumerate(specs)])
+            self.next_group += 1
+            self.next_episode += len(specs)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, for a checkpoint."""
         return {
@@ -60,6 +78,7 @@ class DataSource:
             "next_episode": self.next_episode,
             "tasks": len(self.tasks),
             "checksum": self._checksum,
+            **({"returned": [_ordinals(group) for group in self.returned]} if self.returned else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,6 +96,11 @@ class DataSource:
         self.epoch, self.position = state["epoch"], state["position"]
         self.next_group, self.next_episode = state["next_group"], state["next_episode"]
         self._order = self._shuffled()
+        by_id = {task.id: task for task in self.tasks}
+        self.returned = deque(
+            [EpisodeSpec(by_id[name], group, index) for index in indices]
+            for name, group, indices in state.get("returned", ())
+        )
 
     @cached_property
     def _checksum(self) -> int:
@@ -94,3 +118,24 @@ class DataSource:
         if self.shuffle:
             Random(derive_seed(self.seed, "data", self.epoch)).shuffle(order)
         return order
+
+
+def _ordinals(group: Sequence[EpisodeSpec]) -> tuple[str, int, list[int]]:
+    """Task id, index of the group and indices of its episodes, for a checkpoint."""
+    return group[0].task.id, group[0].group_index, [spec.index for spec in group]
+
+
+DATA_SOURCES = Registry("data source", {"shuffled": "agentrl.data.data_source:DataSource"})
+"""data sources by name"""
+
+
+def resolve_data_source(name: str | None) -> type[DataSource]:
+    """The class behind `--data-source-path`.
+
+    Raises:
+        UnknownNameError, ConfigError, ContractError: unknown, not importable, or not a subclass of DataSource.
+    """
+    chosen: Any = DATA_SOURCES.resolve(name or "shuffled")
+    if not (isinstance(chosen, type) and issubclass(chosen, DataSource)):
+        raise ContractError(f"--data-source-path {name}: expected a subclass of DataSource, found {chosen!r:.80}")
+    return chosen

@@ -32,6 +32,7 @@ def _episodes(played: PlayedGroup | None) -> Iterable[Trajectory]:
 def _slot(group: Sequence[EpisodeSpec], played: PlayedGroup | None) -> dict[str, Any]:
     record: dict[str, Any] = {
         "task": group[0].task.id,
+        "env": group[0].env,
         "group": group[0].group_index,
         "episodes": [(spec.index, spec.attempt) for spec in group],
     }
@@ -47,20 +48,20 @@ def _slot(group: Sequence[EpisodeSpec], played: PlayedGroup | None) -> dict[str,
 
 
 def read_buffer(
-    content: bytes, tasks: Iterable[Task], where: object
+    content: bytes, tasks: Mapping[str, Iterable[Task]], where: object
 ) -> tuple[dict[int, list[EpisodeSpec]], dict[int, PlayedGroup]]:
     """The groups of all slots, and what became of those that have finished.
 
     Args:
         content: what `write_buffer` returned.
-        tasks: all tasks of the run.
+        tasks: all tasks of each environment by its label, which is empty in a run of one.
         where: names the file in errors.
 
     Raises:
         DataError: a task is missing.
         StoreError: the file is damaged.
     """
-    by_id = {task.id: task for task in tasks}
+    by_id = {(env, task.id): task for env, own in tasks.items() for task in own}
     specs: dict[int, list[EpisodeSpec]] = {}
     outcomes: dict[int, PlayedGroup] = {}
     episodes: list[Trajectory] = []
@@ -69,10 +70,13 @@ def read_buffer(
         if record["kind"] != "slot":
             episodes.append(from_record(record))
             continue
-        slot, task = record["slot"], by_id.get(record["task"])
+        slot, env = record["slot"], record["env"]
+        task = by_id.get((env, record["task"]))
         if task is None:
             raise DataError(f"{where}: task {record['task']!r} is not in the data any more; resume with the same data")
-        specs[slot] = [EpisodeSpec(task, record["group"], index, attempt) for index, attempt in record["episodes"]]
+        specs[slot] = [
+            EpisodeSpec(task, record["group"], index, attempt, env=env) for index, attempt in record["episodes"]
+        ]
         if "attempts" in record:
             outcomes[slot] = _outcome(record, task, episodes, where)
         episodes = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentrl.core.seeds import derive_seed
-from agentrl.data.data_source import DataSource
+from agentrl.data.data_source import DataSource, resolve_data_source
 from agentrl.data.mixed_source import MixedSource
 from agentrl.data.task_sets import EvalSet
 from agentrl.run.components import Components
@@ -31,7 +31,8 @@ def training_source(components: Components) -> DataSource | MixedSource:
 
 def _source(components: Components, seed: int) -> DataSource:
     shuffle, size = components.config.data.rollout_shuffle, components.config.rollout.n_samples_per_prompt
-    return DataSource(components.tasks.training(), n_samples_per_prompt=size, seed=seed, shuffle=shuffle)
+    make = resolve_data_source(components.config.data.data_source_path)
+    return make(components.tasks.training(), n_samples_per_prompt=size, seed=seed, shuffle=shuffle)
 
 
 def evaluation_sets(components: Components) -> dict[str, EvalSet]:

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import Config
+from agentrl.data.mixed_source import MixedSource
 from agentrl.errors import ConfigError, InvariantError
 from agentrl.rollout.rollout import Rollout
 from agentrl.run.evaluation import evaluate
@@ -239,4 +240,7 @@ class WindowedTraining:
         checkpoint = self.run.checkpoint
         if checkpoint is None or not (checkpoint / FILE).exists():
             return {}, {}
-        return read_buffer((checkpoint / FILE).read_bytes(), self.run.source.tasks, checkpoint / FILE)
+        source = self.run.source
+        sources = source.sources if isinstance(source, MixedSource) else {"": source}
+        tasks = {env: each.tasks for env, each in sources.items()}
+        return read_buffer((checkpoint / FILE).read_bytes(), tasks, checkpoint / FILE)

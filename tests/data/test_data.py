@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from agentrl import Env, Task
 from agentrl.data.data_files import load_tasks
-from agentrl.data.data_source import DataSource
-from agentrl.errors import DataError
+from agentrl.data.data_source import DataSource, resolve_data_source
+from agentrl.errors import ContractError, DataError
 
 
 def jsonl(tmp_path, *rows):
@@ -226,3 +226,24 @@ def test_a_label_that_json_has_no_word_for_is_no_other_task():
 def test_no_tasks_are_refused():
     with pytest.raises(DataError, match="no tasks"):
         source(0)
+
+
+def test_groups_that_were_given_back_are_played_again_before_others_as_new_groups():
+    given_back = source(5)
+    next_task = source(5).get_samples(3)[2][0].task
+    first = given_back.get_samples(2)
+    given_back.add_samples(first[1:])
+    restored = source(5)
+    restored.load_state_dict(json.loads(json.dumps(given_back.state_dict())))
+    for continued in (given_back, restored):
+        again, third = continued.get_samples(2)
+        assert [s.task.id for s in again] == [s.task.id for s in first[1]]
+        assert ([s.index for s in again], again[0].group_index) == ([4, 5], 2)
+        assert (third[0].task, [s.index for s in third]) == (next_task, [6, 7])
+    assert "returned" not in given_back.state_dict()
+
+
+def test_a_data_source_is_a_subclass_of_the_default():
+    assert resolve_data_source(None) is DataSource
+    with pytest.raises(ContractError, match="expected a subclass of DataSource"):
+        resolve_data_source("json:JSONDecoder")

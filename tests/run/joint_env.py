@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 from agentrl import Task, ToolEnv, reward, tool
+from agentrl.data.data_source import DataSource
 
 
 @reward
@@ -14,6 +15,11 @@ def one(trajectory):
 @reward
 def parts(trajectory):
     return {"a": 1.0, "b": 2.0}
+
+
+class Reversed(DataSource):
+    def get_samples(self, num_groups):
+        return super().get_samples(num_groups)[::-1]
 
 
 def odd_groups(group):
