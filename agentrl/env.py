@@ -81,6 +81,8 @@ class Env:
     """keys of `Task.metadata` by whose values the mean reward of an evaluation is also reported (`eval/test/reward_hops2`)"""
     max_concurrency: ClassVar[int | None] = None
     """episodes of this class that run at the same time, besides the limit of `--concurrency` on all; None: no limit of its own"""
+    gives_state_keys: bool = False
+    """True: `StepResult.state_key` is set in every step, which turn-level estimators (gigpo) need; an instance may set it too"""
     threads: ClassVar[int] = 32
     """sync methods that run at the same time, over all episodes of this class"""
     input_key: ClassVar[str] = "prompt"

@@ -442,6 +442,10 @@ class Trajectory:
     """seconds: generate_s, tools_s, env_s, episode_s, non_generation_s"""
     detail: str | None = None
     """full error message of a failure, and where it was raised; None: no failure"""
+    parent: str | None = None
+    """id of the episode that this one branched from; None: it was played from the beginning"""
+    branch_turn: int = 0
+    """first turn of a branch that it sampled itself; the turns before are its parent's, and are trained there"""
 
     @property
     def status(self) -> Status:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from agentrl.config.settings import FIELDS, Config, ScheduleSettings, field_infos
+from agentrl.config.settings import ESTIMATOR_NAMES, FIELDS, Config, ScheduleSettings, TrainSettings, field_infos
 from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
@@ -24,6 +24,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     _check_rollout(config)
     if config.train.kl_loss_coef and not config.train.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss")
+    _check_loss(config)
     _check_engine(config)
     _check_functions(config)
     _check_schedule(config)
@@ -37,12 +38,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that are not at their defaults and that nothing reads, each with the reason and what to do."""
     engine, train, data = config.engine, config.train, config.data
     yield from _schedule_without_effect(config.schedule)
-    if not train.use_kl_loss and _changed(train, "kl_loss_type"):
-        yield "kl_loss_type", "without --use-kl-loss; add --use-kl-loss"
+    yield from _unused_by_the_loss(train)
     if config.env.group_rm and not config.env.custom_rm_path:
         yield "group_rm", "without --custom-rm-path; add it, or mark a reward with @reward(group=True)"
-    if not train.use_tis and _changed(train, "tis_threshold"):
-        yield "tis_threshold", "without --use-tis; add --use-tis"
     if not (data.prompt_data or config.eval.eval_prompt_data):
         for name in ("input_key", "label_key", "metadata_key", "tool_key"):
             if _changed(data, name):
@@ -68,6 +66,73 @@ def _schedule_without_effect(schedule: ScheduleSettings) -> Iterator[tuple[str, 
         yield "update_weights_interval", "with --schedule sync; give --schedule async"
     if schedule.dynamic_sampling_filter_path is None and _changed(schedule, "max_resamples"):
         yield "max_resamples", "without --dynamic-sampling-filter-path"
+
+
+_ONLY_WITH_ESTIMATOR = {
+    "gamma": ("ppo", "reinforce_plus_plus", "gigpo"),
+    "lambd": ("ppo",),
+    "gigpo_step_weight": ("gigpo",),
+    "critic_lr": ("ppo",),
+    "critic_load": ("ppo",),
+    "value_clip": ("ppo",),
+    "num_critic_only_steps": ("ppo",),
+}
+"""Settings that the other built-in estimators do not read."""
+
+
+def _unused_by_the_loss(train: TrainSettings) -> Iterator[tuple[str, str]]:
+    if not train.use_kl_loss:
+        if not train.kl_coef and _changed(train, "kl_loss_type"):
+            yield "kl_loss_type", "without --use-kl-loss or --kl-coef; add one of them"
+        if train.use_unbiased_kl:
+            yield "use_unbiased_kl", "without --use-kl-loss; add --use-kl-loss"
+    for name in ("tis_level", "tis_mode", "tis_threshold", "tis_clip_low"):
+        if not train.use_tis and _changed(train, name):
+            yield name, "without --use-tis; add --use-tis"
+    for name in ("rejection_low", "rejection_high"):
+        if train.rejection_level == "none" and _changed(train, name):
+            yield name, "without --rejection-level; add --rejection-level episode"
+    if not train.opd_teacher and _changed(train, "opd_kl_coef"):
+        yield "opd_kl_coef", "without --opd-teacher; add it"
+    if not train.overlong_buffer_len and _changed(train, "overlong_penalty_factor"):
+        yield "overlong_penalty_factor", "without --overlong-buffer-len; add it"
+    if train.advantage_estimator == "cispo" and train.eps_clip_c is not None:
+        yield "eps_clip_c", "with --advantage-estimator cispo, whose ratio is always bounded; leave it out"
+    for name, estimators in _ONLY_WITH_ESTIMATOR.items():
+        builtin = train.advantage_estimator in ESTIMATOR_NAMES
+        if builtin and train.advantage_estimator not in estimators and _changed(train, name):
+            yield name, f"with --advantage-estimator {train.advantage_estimator}; it is for {', '.join(estimators)}"
+
+
+def _check_loss(config: Config) -> None:
+    """Refuse a lower bound above the upper one, and combinations whose terms would be lost or always 1."""
+    train = config.train
+    for low, high in (("tis_clip_low", "tis_threshold"), ("rejection_low", "rejection_high")):
+        if getattr(train, low) > getattr(train, high):
+            raise ConfigError(
+                f"{_flag(low)} {getattr(train, low)} is above {_flag(high)} {getattr(train, high)}; no ratio is between them"
+            )
+    if train.opd_teacher and config.rollout.rollout_temperature != 1:
+        raise ConfigError(
+            f"teachers score at temperature 1, and --rollout-temperature is {config.rollout.rollout_temperature}; give --rollout-temperature 1"
+        )
+    if train.proximal_log_probs == "rollout":
+        for name, used in (("--use-tis", train.use_tis), ("--rejection-level", train.rejection_level != "none")):
+            if used:
+                raise ConfigError(
+                    f"{name} compares the trainer's log-probabilities with the engine's; with --proximal-log-probs rollout there are "
+                    "only the engine's: give --proximal-log-probs forward"
+                )
+    if train.proximal_log_probs == "interpolate" and config.rollout.num_steps_per_rollout == 1:
+        raise ConfigError(
+            "--proximal-log-probs interpolate has no effect with one optimizer step per rollout, whose old log-probabilities cost nothing; "
+            "leave it out, or give --num-steps-per-rollout"
+        )
+    if train.proximal_log_probs == "interpolate" and (train.rejection_level != "none" or train.tis_level != "token"):
+        raise ConfigError(
+            "--proximal-log-probs interpolate is known token by token in the step itself; give --proximal-log-probs forward with "
+            "--rejection-level, --tis-level turn or --tis-level episode"
+        )
 
 
 def _changed(section: Any, name: str) -> bool:

@@ -42,7 +42,8 @@ from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
     from agentrl.engine.sglang.plan import ServerPlan
-    from agentrl.train.base import Trainer
+    from agentrl.train.base import Critic, Trainer
+    from agentrl.train.distillation import Teachers
     from agentrl.weight_sync.base import WeightSync
 
 
@@ -96,6 +97,8 @@ class Components:
             tools_in_prompt=config.env.tools_in_prompt,
             **config.model.template_args,
         )
+        self.gives_state_keys: bool = self.env_class.gives_state_keys
+        """whether the environment says in which state each turn begins; `require_env` asks an instance"""
         self._pools: ThreadPools | None = None
         self._check_conversation()
         self.tasks = TaskSets(config, self.env_class, self.renderer)
@@ -131,6 +134,7 @@ class Components:
         try:
             with suppress(EnvFailure):
                 await instance.construct()
+                self.gives_state_keys |= bool(instance.env is not None and instance.env.gives_state_keys)
                 await instance.call("check_ready")
                 self._check_tools(list(instance.tools))
         finally:
@@ -153,6 +157,24 @@ class Components:
         train = self.config.train
         options = {"tree_packing": train.tree_packing}
         check_trainer(self.folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
+
+    def require_critic(self) -> None:
+        """Refuse a critic whose model folder cannot be trained.
+
+        Raises:
+            UsageError: the folder does not exist, or the settings do not fit it.
+        """
+        if self.config.train.critic_load is not None:
+            from agentrl.train.megatron.megatron_settings import check_trainer
+
+            train, folder = self.config.train, self.critic_folder()
+            options = {"tree_packing": train.tree_packing}
+            check_trainer(folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
+
+    def critic_folder(self) -> Path:
+        """The model that the critic starts from."""
+        load = self.config.train.critic_load
+        return self.folder if load is None else model_folder(load)
 
     def require_weights(self) -> None:
         """Refuse a model folder without weights for the local engine.
@@ -361,20 +383,52 @@ class Components:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
         from agentrl.train.megatron.trainer import MegatronTrainer
 
+        return MegatronTrainer(self.folder, reference=reference, run_dir=run_dir, **self._trainer_options())
+
+    def critic(self, run_dir: Path) -> Critic:
+        """Start the critic: a value model on ranks of its own, with the trainer's settings."""
+        from agentrl.train.megatron.trainer import MegatronTrainer
+
+        return MegatronTrainer(self.critic_folder(), critic=True, run_dir=run_dir, **self._trainer_options())
+
+    def teachers(self) -> Teachers | None:
+        """The teachers of `--opd-teacher`; None: there are none.
+
+        Raises:
+            ConfigError: a folder holds no model, or one with another tokenizer.
+        """
+        from agentrl.engine.sglang.teacher import ServedTeacher
+        from agentrl.train.distillation import Teacher, Teachers
+
+        teachers: dict[str, Teacher] = {}
+        for number, entry in enumerate(self.config.train.opd_teacher):
+            head, equals, place = entry.partition("=")
+            name, place = (head, place) if equals and head.isidentifier() else (str(number), entry)
+            if name in teachers:
+                raise ConfigError(f"--opd-teacher has two teachers of the name {name!r}; give each its own name")
+            if place.startswith(("http://", "https://")):
+                teachers[name] = ServedTeacher(place)
+                continue
+            from agentrl.engine.local.teacher import LocalTeacher
+
+            folder = model_folder(place)
+            if token_ids(folder) != token_ids(self.folder):
+                raise ConfigError(f"--opd-teacher {entry}: its tokenizer is not that of the policy ({self.folder})")
+            teachers[name] = LocalTeacher(folder, int(self.model_config().get("vocab_size", 0)))
+        return Teachers(teachers) if teachers else None
+
+    def _trainer_options(self) -> dict[str, Any]:
         c = self.config
-        return MegatronTrainer(
-            self.folder,
-            megatron=c.megatron,
-            world_size=c.train.actor_num_gpus_per_node,
-            seed=c.run.seed,
-            micro_batch_tokens=c.train.max_tokens_per_gpu,
-            micro_batch_rows=c.train.micro_batch_size,
-            tree_packing=c.train.tree_packing,
-            dtype=c.model.dtype,
-            reference=reference,
-            run_dir=run_dir,
-            threads=c.engine.threads,
-        )
+        return {
+            "megatron": c.megatron,
+            "world_size": c.train.actor_num_gpus_per_node,
+            "seed": c.run.seed,
+            "micro_batch_tokens": c.train.max_tokens_per_gpu,
+            "micro_batch_rows": c.train.micro_batch_size,
+            "tree_packing": c.train.tree_packing,
+            "dtype": c.model.dtype,
+            "threads": c.engine.threads,
+        }
 
     def close(self) -> None:
         """Stop the threads of rewards and the processes of user code."""
@@ -482,6 +536,18 @@ def _sampling(settings: RunnerSettings) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=1, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
     )
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    """The ids of all tokens of a model folder's tokenizer.json, by text; empty if it has none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    tokenizer = orjson.loads(path.read_bytes())
+    return {
+        "vocabulary": tokenizer["model"]["vocab"],
+        "added": {t["content"]: t["id"] for t in tokenizer["added_tokens"]},
+    }
 
 
 def _day(text: str | None) -> datetime.datetime | None:

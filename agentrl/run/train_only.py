@@ -14,7 +14,7 @@ from agentrl.run.components import Components
 from agentrl.run.metrics import StageReport, rollout_metrics
 from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo
-from agentrl.run.training import TrainingRun
+from agentrl.run.training import TrainingRun, require_estimator
 from agentrl.store import IndexEntry, Recording, exactness_violations, from_record
 from agentrl.types import Group, Status, Trajectory
 
@@ -25,11 +25,13 @@ async def train_only(config: Config, recorded: Path, *, echo: Echo = print) -> P
     Raises:
         DataError: there are none, or the model does not have their token ids.
     """
+    require_estimator(config)
     recording = Recording(recorded)
     rollouts = list(recorded_rollouts(recording, config.rollout.rollout_batch_size))
     if not rollouts:
         raise DataError(f"{recorded}: it holds no episodes of the train split")
     components = Components(config)
+    components.require_critic()
     ids = RecordedIds(components, recorded)
     for record in recording.records([entry for rollout in rollouts for entry in rollout]):
         ids.check(from_record(record, recording.images))

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import Config
+from agentrl.config import Config, TrainSettings
 from agentrl.core.program_name import command
 from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.run.components import Components
@@ -23,13 +23,16 @@ from agentrl.run.run_log import Echo
 from agentrl.run.timeline import ceiling
 from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule, check_schedule, uses_window
 from agentrl.store.run_folder import RunFolder
-from agentrl.train.base import LossConfig, Row, Trainer
+from agentrl.train.base import Critic, LossConfig, Row, Trainer
+from agentrl.train.estimators import find_estimator
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.train.step_record import step_record
-from agentrl.train.steps import loss_config, step_rows, with_log_probs
+from agentrl.train.steps import Models, critic_loss, loss_config, needs_reference, prepare, with_sequence_ratios
 from agentrl.types import Group
 
 logger = logging.getLogger(__name__)
+CRITIC = "critic"
+"""folder of the critic's checkpoint inside the trainer's"""
 
 
 async def train(config: Config, *, resume: Path | None = None, echo: Echo = print) -> Path:
@@ -44,9 +47,12 @@ async def train(config: Config, *, resume: Path | None = None, echo: Echo = prin
         UsageError: something cannot work; raised before anything starts.
     """
     require_groups(config)
+    require_estimator(config)
     check_schedule(config)
     components = Components(config)
+    components.require_critic()
     await components.require_env()
+    require_state_keys(components)
     async with TrainingRun(components, resume=resume, echo=echo) as run:
         try:
             await run.start()
@@ -82,10 +88,18 @@ class TrainingRun(EpisodeRun):
     def __init__(
         self, components: Components, *, resume: Path | None = None, echo: Echo = print, plays: Plays = "training"
     ) -> None:
+        self.teachers = components.teachers()
+        """what scores the tokens in distillation; None: nothing"""
         super().__init__(components, resume=resume, echo=echo, plays=plays)
         self.first_step: int = self.state.get("step", 0)
         self.optimizer_step: int = self.state.get("optimizer_step", 0)
         self.weights = components.weight_sync(self.engine)
+        self.estimator = find_estimator(self.config.train.advantage_estimator)
+        self.critic: Critic | None = None
+        """the value model, once it has started; None: the estimator needs none"""
+        if self.teachers is not None and plays == "training":
+            for task in self.source.tasks:
+                self.teachers.check(task)
         self.rates: dict[str, float] = {}
         """tokens per second, MFU and memory of the last optimizer steps"""
         self._trainer: Trainer | None = None
@@ -116,7 +130,7 @@ class TrainingRun(EpisodeRun):
             logger.warning("a damaged checkpoint is not used and kept as checkpoints/*.damaged: %s", damage)
         await asyncio.gather(self.start_trainer(), self.engine.start())
         if self.checkpoint is not None:
-            await asyncio.to_thread(self.trainer.load, self.checkpoint / "trainer")
+            await asyncio.to_thread(self.load_trainer, self.checkpoint / "trainer")
         await self.weights.begin(self.trainer)
         if self.checkpoint is not None or (await self.engine.health()).policy_version != self.policy_version:
             await self.weights.yield_gpu(self.trainer)
@@ -125,20 +139,33 @@ class TrainingRun(EpisodeRun):
             self.log.echo(f"resumed after rollout {self.first_step} from {self.checkpoint}")
 
     async def start_trainer(self) -> None:
-        """Start the trainer's ranks, without the engine."""
-        self._trainer = await asyncio.to_thread(
-            self.components.trainer, self.folder.path, reference=self.config.train.use_kl_loss
-        )
+        """Start the trainer's ranks, and those of the critic if the estimator needs one, without the engine."""
+        components, path = self.components, self.folder.path
+        settings = self.config.train
+        for warning in loss_warnings(settings):
+            logger.warning("%s", warning)
+        self._trainer = await asyncio.to_thread(components.trainer, path, reference=needs_reference(settings))
+        if "critic" in self.estimator.needs:
+            self.critic = await asyncio.to_thread(components.critic, path)
+            await asyncio.to_thread(self.critic.offload)
 
     async def optimize(self, step: int, groups: Sequence[Group]) -> StageReport:
         """Compute advantages and rows, and take `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
         settings = self.config.train
         await self.weights.yield_gpu(self.trainer)
+        if self.critic is not None:
+            await asyncio.to_thread(self.critic.onload)
+        models = Models(trainer=self.trainer, critic=self.critic, teachers=self.teachers)
+        batches = await prepare(groups, self.config, models, policy_version=self.policy_version)
+        metrics: dict[str, float] = {f"train/{name}": value for name, value in batches.metrics.items()}
+        metrics |= await self.optimize_critic(step, batches.critic)
+        policy = batches.policy if step >= settings.num_critic_only_steps else []
         lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)
-        batches = await with_log_probs(self.trainer, step_rows(groups, self.config), reference=settings.use_kl_loss)
         steps, rates, skipped = [], [], 0
-        for rows in batches:
+        for number, rows in enumerate(policy):
+            if number and loss.policy_loss == "sequence":
+                rows = await with_sequence_ratios(self.trainer, rows)
             self.optimizer_step += 1
             try:
                 trained = await recorded_step(self.trainer, self.folder, rows, loss, lr, step, self.optimizer_step)
@@ -149,10 +176,28 @@ class TrainingRun(EpisodeRun):
             steps.append(trained[0])
             rates.append(trained[1])
         self.rates = {f"train/{name}": mean for name, mean in mean_over_steps(rates).items()}
-        metrics: dict[str, float] = {"train/steps": len(steps), "train/rows": sum(map(len, batches))}
+        metrics |= {"train/steps": len(steps), "train/rows": sum(map(len, policy))}
         metrics |= {"train/non_finite_steps": skipped} if skipped else {}
         metrics |= {f"train/{name}": mean for name, mean in mean_over_steps(steps).items()}
         return StageReport(metrics, {"train_s": time.perf_counter() - started})
+
+    async def optimize_critic(self, step: int, batches: Sequence[Sequence[Row]]) -> dict[str, float]:
+        """Take the critic's optimizer steps and free its memory; returns their metrics."""
+        if self.critic is None:
+            return {}
+        settings = self.config.train
+        lr = rollout_learning_rate(self.config, step, settings.critic_lr)
+        loss = critic_loss(settings)
+        steps = []
+        for rows in batches:
+            try:
+                steps.append(await asyncio.to_thread(self.critic.step, rows, loss, lr))
+            except NonFiniteError as e:
+                skip_or_stop(self.config, self.optimizer_step, e)
+            else:
+                steps[-1].pop("rates", None)
+        await asyncio.to_thread(self.critic.offload)
+        return {f"train/critic_{name}": mean for name, mean in mean_over_steps(steps).items()}
 
     async def sync(self, training: StageReport) -> StageReport:
         """Bring the weights to the engine: new ones if there was an optimizer step, else those it gave up with its memory."""
@@ -198,8 +243,22 @@ class TrainingRun(EpisodeRun):
             **({"schedule": schedule} if schedule is not None else {}),
         }
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
-        await asyncio.to_thread(self.folder.save, step, state, self.trainer.save, files)
+        await asyncio.to_thread(self.folder.save, step, state, self.save_trainer, files)
         await self.weights.reclaim_gpu(self.trainer)
+
+    def save_trainer(self, path: Path) -> None:
+        """Write the trainer's checkpoint, and the critic's into its folder `critic`."""
+        self.trainer.save(path)
+        if self.critic is not None:
+            self.critic.save(path / CRITIC)
+
+    def load_trainer(self, path: Path) -> None:
+        """Read what `save_trainer` wrote."""
+        self.trainer.load(path)
+        if self.critic is not None:
+            self.critic.onload()
+            self.critic.load(path / CRITIC)
+            self.critic.offload()
 
     async def finish(self) -> None:
         """Export the weights, then finish the report."""
@@ -217,6 +276,10 @@ class TrainingRun(EpisodeRun):
         await super().close()
         if self._trainer is not None:
             await asyncio.to_thread(self._trainer.close)
+        if self.critic is not None:
+            await asyncio.to_thread(self.critic.close)
+        if self.teachers is not None:
+            await self.teachers.close()
         self.weights.close()
 
     def eval_due(self, step: int) -> bool:
@@ -263,15 +326,68 @@ def skip_or_stop(config: Config, optimizer_step: int, error: NonFiniteError) -> 
     logger.warning("optimizer step %d is left out: %s", optimizer_step, error)
 
 
+def require_estimator(config: Config) -> None:
+    """Refuse an estimator that needs what the settings lack or contradict.
+
+    Raises:
+        UsageError: the estimator is unknown, or the settings do not give it what it needs.
+    """
+    settings = config.train
+    estimator = find_estimator(settings.advantage_estimator)
+    named = f"--advantage-estimator {settings.advantage_estimator}"
+    if "teacher" in estimator.needs and not settings.opd_teacher:
+        raise ConfigError(f"{named} learns from a teacher alone; give --opd-teacher")
+    if "branches" in estimator.needs:
+        raise ConfigError(
+            f"{named} compares siblings at a branch, which rollouts do not have; choose another estimator"
+        )
+    if estimator.policy_loss == "sequence":
+        if settings.calculate_per_token_loss:
+            raise ConfigError(
+                f"{named} weighs episodes equally, whatever their length; give --calculate-per-token-loss false"
+            )
+        if settings.proximal_log_probs != "forward":
+            raise ConfigError(
+                f"{named} needs the trainer's old log-probabilities of whole episodes; give --proximal-log-probs forward"
+            )
+
+
+def require_state_keys(components: Components) -> None:
+    """Refuse an estimator that compares turns in equal states, in an environment that does not tell states apart.
+
+    Raises:
+        ConfigError: the environment gives no state keys.
+    """
+    name = components.config.train.advantage_estimator
+    if "state_keys" in find_estimator(name).needs and not components.gives_state_keys:
+        raise ConfigError(
+            f"--advantage-estimator {name} compares turns that begin in the same state, but {components.env_class.label()} does not name its "
+            "states; return StepResult(state_key=...) in every step and set gives_state_keys = True, or choose another estimator"
+        )
+
+
 def require_groups(config: Config) -> None:
-    """Refuse groups of one episode, which have no advantage, unless there is a KL or entropy term to train on.
+    """Refuse groups of one episode, which have no advantage, unless there is another term to train on.
 
     Raises:
         ConfigError: the groups are too small.
     """
     settings = config.train
-    if config.rollout.n_samples_per_prompt == 1 and not (settings.kl_loss_coef or settings.entropy_coef):
+    compares = "group" in find_estimator(settings.advantage_estimator).needs
+    further = settings.kl_loss_coef or settings.entropy_coef
+    if config.rollout.n_samples_per_prompt == 1 and compares and not further:
         raise ConfigError(
             "--n-samples-per-prompt 1 trains nothing: the advantage of an episode is its difference from the others of its group; "
             "give at least 2 (or --kl-loss-coef or --entropy-coef, to train on these terms alone)"
         )
+
+
+def loss_warnings(settings: TrainSettings) -> list[str]:
+    """What the loss of these settings does not do, although its name suggests it."""
+    warnings = []
+    if settings.kl_loss_coef and settings.kl_loss_type == "k1" and not settings.use_unbiased_kl:
+        warnings.append(
+            "--kl-loss-type k1 has no gradient in expectation while the ratio is 1: E[∇ log π] = 0; "
+            "give k2 or k3, or --use-unbiased-kl"
+        )
+    return warnings

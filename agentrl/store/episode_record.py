@@ -49,6 +49,8 @@ def _field_reader(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 _turn_fields, _action_fields, _task_fields = map(_field_reader, (Turn, Action, Task))
 _TRAJECTORY_FIELDS = tuple(f.name for f in fields(Trajectory))
+_OPTIONAL = ("detail", "parent", "branch_turn")
+"""Fields of a trajectory that its record lacks where they hold the default."""
 _PROPERTY_AFTER = {"stop_reason": "status", "weights": "score"}
 """Properties of a trajectory that its record holds, by the field that they follow."""
 _EPISODE_KEYS = tuple(key for name in _TRAJECTORY_FIELDS for key in (name, _PROPERTY_AFTER.get(name)) if key)
@@ -142,6 +144,8 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
     }
     if not t.detail:
         del values["detail"]
+    if t.parent is None:
+        del values["parent"], values["branch_turn"]
     return {"version": VERSION, "kind": "episode", **extra, **values}
 
 
@@ -178,7 +182,7 @@ def from_record(record: Mapping[str, Any], images: Path | None = None) -> Trajec
         StoreError: fields are missing or of the wrong type.
     """
     try:
-        values = {name: record[name] for name in _TRAJECTORY_FIELDS if name != "detail"}
+        values = {name: record[name] for name in _TRAJECTORY_FIELDS if name not in _OPTIONAL}
         task, prompt = record["task"], record["task"]["prompt"]
         if not isinstance(prompt, str):
             prompt = tuple(read_images(prompt, images))
@@ -187,7 +191,7 @@ def from_record(record: Mapping[str, Any], images: Path | None = None) -> Trajec
             "segments": tuple(_read_segment(s, images) for s in record["segments"]),
             "turns": tuple(_read_turn(t, images) for t in record["turns"]),
             "stop_reason": StopReason(record["stop_reason"]),
-            "detail": record.get("detail"),
+            **{name: record[name] for name in _OPTIONAL if name in record},
         }
         return Trajectory(**values)
     except (KeyError, TypeError, ValueError) as e:

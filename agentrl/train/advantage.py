@@ -1,95 +1,188 @@
-"""Advantages from the scores of a group.
-
-grpo       (r − mean) / std, std with n − 1    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), §4.1.2
-dr_grpo    r − mean                            Liu et al. 2025 (arXiv:2503.20783), §3.2
-rloo       r − mean of the others              Ahmadian et al. 2024 (arXiv:2402.14740), §2
-
-An advantage belongs to an episode; all its segments share it.
-"""
+"""From the episodes of a rollout to the advantages of their tokens. The estimators themselves are in `estimators/`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from agentrl.errors import DataError, UnknownNameError
+import numpy as np
+
+from agentrl.errors import DataError
+from agentrl.train.base import Floats, Row
+from agentrl.train.estimators import Doubles, Episodes, Options, find_estimator
+from agentrl.train.estimators.base import EQUAL as EQUAL
+from agentrl.train.sample import Sample, to_samples
 from agentrl.types import Group, Status, StopReason, Trajectory
 
 _MAX_SCORE = 1e36
 """The sum of many rewards of the largest size (see `real_number`); float32 ends at 3e38."""
-EQUAL = 1e-6
-"""Scores that differ by less are equal. A group of equal scores has advantage 0."""
+FIRST_STATE = ""
+"""key of the state before the first turn, which is the same in all episodes of a group"""
 
 
-def _grpo(scores: Sequence[float]) -> list[float]:
-    mean = math.fsum(scores) / len(scores)
-    std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1))
-    return [(s - mean) / (std + 1e-6) for s in scores]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlong:
+    """Soft overlong punishment: Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 13, times `factor`."""
+
+    limit: int
+    """maximum tokens of a response, L_max"""
+    buffer: int
+    """the last tokens below the limit, in which the penalty grows linearly, L_cache; 0: no penalty"""
+    factor: float = 1.0
+
+    def penalty(self, length: int) -> float:
+        """0 up to limit − buffer tokens, −factor from the limit on, linear between."""
+        if not self.buffer:
+            return 0.0
+        over = length - (self.limit - self.buffer)
+        return -self.factor * min(max(over / self.buffer, 0.0), 1.0)
 
 
-def _dr_grpo(scores: Sequence[float]) -> list[float]:
-    mean = math.fsum(scores) / len(scores)
-    return [s - mean for s in scores]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The episodes of a rollout that count in a baseline, with what estimators need of them."""
+
+    trajectories: tuple[Trajectory, ...]
+    samples: tuple[tuple[Sample, ...], ...]
+    """of each episode, those with a trained token"""
+    data: Episodes
+
+    @property
+    def trained_samples(self) -> list[Sample]:
+        """The samples of the episodes that are trained on."""
+        return [s for samples, used in zip(self.samples, self.data.trained, strict=True) if used for s in samples]
+
+    def by_episode(self, tokens: Doubles) -> dict[str, Doubles]:
+        """Values [T] as one array for each episode that is trained on, by its id."""
+        parts = zip(self.trajectories, self.data.starts(), self.data.trained, strict=True)
+        return {t.episode_id: tokens[part] for t, part, used in parts if used}
+
+    def of_rows(self, rows: Sequence[Row], values: Sequence[Floats]) -> Doubles:
+        """[T] per-token values of rows; 0 for the tokens of episodes that are not trained on."""
+        by_source = {r.source: v[np.flatnonzero(r.weights)] for r, v in zip(rows, values, strict=True)}
+        empty = np.zeros(0)
+        tokens = [
+            by_source.get((s.episode_id, s.segment_index), np.zeros(s.trained_tokens) if not used else empty)
+            for samples, used in zip(self.samples, self.data.trained, strict=True)
+            for s in samples
+        ]
+        return np.concatenate([empty, *tokens]).astype(np.float64)
+
+    def with_penalties(self, penalties: Doubles) -> Compared:
+        """The same with per-token penalties [T] taken from the rewards, and their sums from the scores."""
+        sums = np.bincount(self.data.episode, penalties, len(self.data.scores))
+        return replace(
+            self, data=replace(self.data, rewards=self.data.rewards - penalties, scores=self.data.scores - sums)
+        )
 
 
-def _rloo(scores: Sequence[float]) -> list[float]:
-    total, others = math.fsum(scores), len(scores) - 1
-    return [s - (total - s) / others for s in scores]
-
-
-ESTIMATORS: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
-"""Advantage estimators by name. Each takes two or more scores that are not all equal."""
-
-
-def group_advantages(
-    groups: Sequence[Group | Sequence[Trajectory]], estimator: str = "grpo", truncated: str = "train"
-) -> dict[str, float]:
-    """Advantages by episode id of the episodes that are trained on; 0 in a group of one or of equal scores.
+def compare(
+    groups: Sequence[Group | Sequence[Trajectory]], truncated: str = "train", overlong: Overlong | None = None
+) -> Compared:
+    """Collect the episodes of groups that count in a baseline.
 
     Args:
         groups: each a `Group`, or a list of the trajectories of one task.
-        estimator: a name of `ESTIMATORS`.
         truncated: the treatment of truncated episodes; 'train': as complete ones; 'mask': in the baseline, but not trained on; 'drop': neither.
+        overlong: the penalty for long responses; None: none.
+
+    Raises:
+        DataError: a score that is not finite, or too large for float32.
+    """
+    lists = [g.trajectories if isinstance(g, Group) else g for g in groups]
+    members = [(number, t) for number, part in enumerate(lists) for t in part if in_baseline(t, truncated)]
+    trajectories = tuple(t for _, t in members)
+    raw = [_score(t) for t in trajectories]
+    samples = tuple(tuple(s for s in to_samples(t) if s.trained_tokens) for t in trajectories)
+    turns = [trained_turns(part) for part in samples]
+    penalties = [overlong.penalty(_response_tokens(t)) if overlong else 0.0 for t in trajectories]
+    place = {t.episode_id: i for i, t in enumerate(trajectories)}
+    scores = [score + penalty for score, penalty in zip(raw, penalties, strict=True)]
+    return Compared(
+        trajectories=trajectories,
+        samples=samples,
+        data=Episodes(
+            scores=np.array(scores, np.float64),
+            groups=np.array([number for number, _ in members], np.int64),
+            trained=np.array([is_trained(t, truncated) for t in trajectories], np.bool_),
+            episode=np.repeat(np.arange(len(turns)), [len(t) for t in turns]).astype(np.int64),
+            turn=np.concatenate([np.zeros(0, np.int64), *turns]),
+            rewards=np.concatenate(
+                [np.zeros(0), *(_token_rewards(*part) for part in zip(trajectories, turns, scores, strict=True))]
+            ),
+            state_keys=tuple((FIRST_STATE, *(turn.state_key for turn in t.turns[:-1])) for t in trajectories),
+            parents=np.array([place.get(t.parent or "", -1) for t in trajectories], np.int64),
+            branch_turns=np.array([t.branch_turn for t in trajectories], np.int64),
+        ),
+    )
+
+
+def trained_turns(samples: Sequence[Sample]) -> np.ndarray:
+    """The turn of each trained token of an episode, in order of segments and positions."""
+    turns = [np.zeros(0, np.int64)]
+    for sample in samples:
+        values, counts = zip(*sample.turn_of, strict=True) if sample.turn_of else ((0,), (sample.response_length,))
+        turns.append(np.repeat(np.array(values, np.int64), counts)[np.flatnonzero(sample.loss_mask or ())])
+    return np.concatenate(turns)
+
+
+def _token_rewards(trajectory: Trajectory, turns: np.ndarray, score: float) -> Doubles:
+    """A turn's reward lies on the last trained token up to that turn, what is left of the score on the last token.
+
+    The rewards of turns before a branch belong to the episode that it branched from.
+    """
+    rewards = np.zeros(len(turns))
+    if not len(turns):
+        return rewards
+    own = trajectory.turns[trajectory.branch_turn :]
+    for turn in own:
+        rewards[max(int(np.searchsorted(turns, turn.index, "right")) - 1, 0)] += turn.reward
+    before = math.fsum(t.reward for t in trajectory.turns[: trajectory.branch_turn])
+    rewards[-1] += score - before - math.fsum(t.reward for t in own)
+    return rewards
+
+
+def _response_tokens(trajectory: Trajectory) -> int:
+    """Tokens after the first prompt, in the longest segment, as the response limit counts them."""
+    samples = [s for s in trajectory.segments if len(s)]
+    if not samples:
+        return 0
+    first = next((i for i, s in enumerate(samples[0].spans) if s.turn >= 0), len(samples[0].spans))
+    prompt = sum(len(s.ids) for s in samples[0].spans[:first])
+    return max(len(s) - prompt for s in samples)
+
+
+def group_advantages(
+    groups: Sequence[Group | Sequence[Trajectory]],
+    estimator: str = "grpo",
+    truncated: str = "train",
+    options: Options | None = None,
+) -> dict[str, float]:
+    """The mean advantage of each episode that is trained on, by its id.
+
+    Args:
+        groups: each a `Group`, or a list of the trajectories of one task.
+        estimator: a registered name, module:function or file.py:function.
+        truncated: the treatment of truncated episodes; see `compare`.
+        options: what the estimator reads; None: the defaults.
 
     Raises:
         UnknownNameError: unknown estimator.
+        ConfigError: the estimator needs the values of a critic.
         DataError: a score that is not finite, or too large for float32.
     """
-    if estimator not in ESTIMATORS:
-        raise UnknownNameError.of("advantage estimator", estimator, ESTIMATORS)
-    advantages: dict[str, float] = {}
-    for group in groups:
-        trajectories = group.trajectories if isinstance(group, Group) else group
-        members = [t for t in trajectories if in_baseline(t, truncated)]
-        scores = [_score(t) for t in members]
-        flat = len(scores) < 2 or max(scores) - min(scores) < EQUAL
-        values = [0.0] * len(scores) if flat else ESTIMATORS[estimator](scores)
-        for trajectory, value in zip(members, values, strict=True):
-            if is_trained(trajectory, truncated):
-                advantages[trajectory.episode_id] = value
-    return advantages
+    compute = find_estimator(estimator)
+    compared = compare(groups, truncated)
+    by_episode = compared.by_episode(compute(compared.data, options))
+    return {episode: _mean(values) for episode, values in by_episode.items()}
 
 
-def normalized(advantages: Mapping[str, float], tokens: Iterable[tuple[str, int]]) -> dict[str, float]:
-    """Advantages minus their mean over trained tokens, divided by their standard deviation.
-
-    Â = (A − μ) / √(σ² + 10⁻⁸), with μ and σ² (n − 1) over all trained tokens of a rollout: the masked whitening of slime's and verl's
-    --normalize-advantages.
-
-    Args:
-        advantages: by episode id.
-        tokens: (episode id, number of trained tokens) of each sample.
-
-    Returns:
-        The normalised advantages by episode id; all 0 where they are equal or there is one trained token.
-    """
-    weighted = [(advantages[episode], count) for episode, count in tokens if episode in advantages]
-    total = sum(count for _, count in weighted)
-    if total < 2:
-        return dict.fromkeys(advantages, 0.0)
-    mean = math.fsum(value * count for value, count in weighted) / total
-    variance = math.fsum(count * (value - mean) ** 2 for value, count in weighted) / (total - 1)
-    return {episode: (value - mean) / math.sqrt(variance + 1e-8) for episode, value in advantages.items()}
+def _mean(values: Doubles) -> float:
+    """The mean; exact where all values are equal."""
+    if not len(values):
+        return 0.0
+    return float(values[0]) if (values == values[0]).all() else float(values.mean())
 
 
 def _score(trajectory: Trajectory) -> float:

@@ -37,6 +37,16 @@ class Row:
     """the trainer's, with the weights before the first optimizer step of the rollout; None: the loss uses its own, detached (ratio 1)"""
     ref_log_probs: Floats | None = None
     """the frozen reference model's; required for the KL term"""
+    proximal_weight: Floats | None = None
+    """where log π_prox lies between the engine's log-prob (0) and the current one (1); used in place of `old_log_probs`; None: not interpolated"""
+    sequence_log_ratio: Floats | None = None
+    """mean of log π − log π_old over the trained tokens of the episode, under the weights of this step; None: 0"""
+    importance_log_ratio: Floats | None = None
+    """sum of log π_old − log π_rollout over the turn or the episode; None: the importance weight is that of the token"""
+    values: Floats | None = None
+    """the critic's value of the context before the token, with its weights before the rollout's first step"""
+    returns: Floats | None = None
+    """the critic's target"""
     sampled: NDArray[np.bool_] | None = None
     """where the engine sampled the token, and so `rollout_log_probs` holds its log-prob, which may be 0; None: every trained token"""
     source: tuple[str, int] = ("", 0)
@@ -46,7 +56,7 @@ class Row:
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name in ("weights", "advantages", "rollout_log_probs", "temperature", "old_log_probs", "ref_log_probs"):
+        for name in ("weights", "advantages", "rollout_log_probs", "temperature", *OPTIONAL_INPUTS):
             values = getattr(self, name)
             if values is None:
                 continue
@@ -78,12 +88,26 @@ class Row:
         return f"episode {episode or '(unnamed)'}, segment {segment}, {turn}, token {token}"
 
 
+OPTIONAL_INPUTS = (
+    "old_log_probs",
+    "ref_log_probs",
+    "proximal_weight",
+    "sequence_log_ratio",
+    "importance_log_ratio",
+    "values",
+    "returns",
+)
+"""Arrays that all rows of a step have, or none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
     """The loss of one optimizer step; train/megatron/loss.py has the formulas and their sources."""
 
     kind: str = "policy"
-    """'policy' (clipped surrogate) or 'sft' (cross entropy)"""
+    """'policy', 'sft' (cross entropy) or 'value' (of the critic)"""
+    policy_loss: str = "clip"
+    """'clip' (PPO), 'sequence' (GSPO) or 'cispo'"""
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
     """None: same as eps_clip"""
@@ -91,11 +115,18 @@ class LossConfig:
     """dual clip bound (> 1); None: no dual clip"""
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
-    """k1, k2, k3"""
+    """k1, k2, k3, low_var_kl"""
+    use_unbiased_kl: bool = False
+    """multiply the KL estimate by π / π_old"""
     entropy_coef: float = 0.0
     use_tis: bool = False
-    """multiply by exp(old - rollout), detached, truncated at `tis_threshold`"""
+    """multiply by exp(old - rollout), detached, bounded by `tis_clip_low` and `tis_threshold`"""
+    tis_mode: str = "truncate"
+    """'truncate': weights outside the bounds become the bound; 'mask': they become 0"""
     tis_threshold: float = 2.0
+    tis_clip_low: float = 0.0
+    value_clip: float | None = None
+    """clip range of a value's change since the rollout; None: not clipped"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +147,31 @@ class DeliveryReport:
     bytes: int = 0
     buckets: int = 0
     seconds: float = 0.0
+
+
+class Critic(Protocol):
+    """A value model on its own trainer ranks; started only for estimators that need values."""
+
+    def values(self, rows: Sequence[Row]) -> list[Floats]:
+        """The value of the context before each token with a weight; 0 elsewhere."""
+
+    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float) -> dict[str, Any]:
+        """One optimizer step towards `Row.returns`; returns metrics."""
+
+    def save(self, path: Path) -> None:
+        """See `Trainer.save`."""
+
+    def load(self, path: Path) -> None:
+        """See `Trainer.load`."""
+
+    def offload(self) -> None:
+        """See `Trainer.offload`."""
+
+    def onload(self) -> None:
+        """See `Trainer.onload`."""
+
+    def close(self) -> None:
+        """Stop all ranks; idempotent."""
 
 
 class Trainer(Protocol):

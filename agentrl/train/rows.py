@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +16,18 @@ from agentrl.train.sample import Sample
 from agentrl.types import Provenance
 
 NO_IMAGES = "the trainer supports text models only (megatron-core's GPTModel) and cannot train on images"
-NORMALISATIONS = ("sequence", "token")
-"""sequence: the mean over each episode's trained tokens, then the mean over episodes; token: the mean over all trained tokens."""
+NORMALISATIONS = ("sequence", "token", "constant")
+"""sequence: the mean over each episode's trained tokens, then the mean over episodes; token: the mean over all trained tokens; constant: the sum
+over each episode's trained tokens divided by a constant, then the mean over episodes."""
 
 
-def make_rows(samples: Sequence[Sample], advantages: Mapping[str, float], normalisation: str = "sequence") -> list[Row]:
+def make_rows(
+    samples: Sequence[Sample], advantages: Mapping[str, float], normalisation: str = "sequence", *, constant: int = 1
+) -> list[Row]:
     """Rows of one optimizer step. `advantages` by episode id; a sample whose episode has none is not trained on.
 
     A sequence is an episode: the trained tokens of all its segments. A fully masked sample has no row and is in no denominator.
+    `constant` is the divisor of the normalisation 'constant'.
 
     Raises:
         InvariantError: a sample contradicts itself, or a segment occurs twice.
@@ -40,22 +46,39 @@ def make_rows(samples: Sequence[Sample], advantages: Mapping[str, float], normal
     for sample in used:
         tokens[sample.episode_id] = tokens.get(sample.episode_id, 0) + sample.trained_tokens
     total = sum(tokens.values())
-    weights = {e: 1.0 / total if normalisation == "token" else 1.0 / (len(tokens) * n) for e, n in tokens.items()}
+    fixed = {"token": total, "constant": len(tokens) * constant}.get(normalisation)
+    weights = {e: 1.0 / (fixed or len(tokens) * n) for e, n in tokens.items()}
     return [make_row(s, advantage=advantages[s.episode_id], weight=weights[s.episode_id]) for s in used]
 
 
-def make_row(sample: Sample, *, advantage: float, weight: float) -> Row:
-    """The row of a sample. `advantage` and `weight` are those of each of its trained tokens."""
+def with_tokens(rows: Sequence[Row], name: str, values: Mapping[str, NDArray[np.float64]]) -> list[Row]:
+    """The rows with a field set to values of their trained tokens, given by episode id in order of segments and positions."""
+    ends: dict[str, int] = {}
+    filled: dict[tuple[str, int], Row] = {}
+    for row in sorted(rows, key=lambda r: r.source):
+        episode, chosen = row.source[0], np.flatnonzero(row.weights)
+        start = ends.get(episode, 0)
+        ends[episode] = start + len(chosen)
+        array = np.zeros(len(row.tokens), np.float32)
+        array[chosen] = values[episode][start : ends[episode]]
+        filled[row.source] = replace(row, **cast(Any, {name: array}))
+    return [filled[row.source] for row in rows]
+
+
+def make_row(sample: Sample, *, advantage: float | NDArray[np.floating], weight: float) -> Row:
+    """The row of a sample. `advantage` is that of all its trained tokens, or one for each; `weight` is that of each of them."""
     length, start = len(sample.tokens), len(sample.tokens) - sample.response_length
     mask = np.zeros(length, np.float32)
     mask[start:] = sample.loss_mask
+    advantages = np.zeros(length, np.float32)
+    advantages[mask > 0] = advantage
     log_probs = np.zeros(length, np.float32)
     if sample.rollout_log_probs is not None:
         log_probs[start:] = sample.rollout_log_probs
     return Row(
         tokens=np.asarray(sample.tokens, np.int32),
         weights=mask * np.float32(weight),
-        advantages=mask * np.float32(advantage),
+        advantages=advantages,
         rollout_log_probs=log_probs,
         temperature=np.where(mask > 0, np.float32(sample.temperature or 1.0), np.float32(1.0)).astype(np.float32),
         sampled=_sampled(sample),
@@ -85,5 +108,6 @@ def split_steps(samples: Sequence[Sample], steps: int) -> list[list[Sample]]:
 
 
 def rows_with_gradient(rows: Sequence[Row], *, keep_flat: bool) -> list[Row]:
-    """The rows with an advantage. `keep_flat`: all of them, because the loss has other terms (KL, entropy)."""
-    return list(rows) if keep_flat else [r for r in rows if r.advantages.any()]
+    """The rows of episodes with an advantage. `keep_flat`: all of them, because the loss has other terms (KL, entropy)."""
+    learned = {r.source[0] for r in rows if r.advantages.any()}
+    return list(rows) if keep_flat else [r for r in rows if r.source[0] in learned]

@@ -163,6 +163,7 @@ def to_samples(
 ) -> list[Sample]:
     """One Sample per segment that has a sampled token; with `demonstrations`, a demonstrated one.
 
+    The tokens that a branch shares with the episode it branched from have mask 0 in the branch: each token is trained once.
     FAILED and ABORTED trajectories have no samples: a failure is never turned into reward 0.
     `pixels` (`Renderer.pixels`) computes `multimodal_train_inputs` from images.
     """
@@ -196,7 +197,7 @@ def segment_sample(
         response_length=len(ids),
         label=t.label,
         reward=t.score,
-        loss_mask=_expand(response, lambda s: int(s.provenance in trained)),
+        loss_mask=_expand(response, lambda s: int(s.provenance in trained and s.turn >= t.branch_turn)),
         rollout_log_probs=list(chain.from_iterable(s.log_probs or (0.0,) * len(s.ids) for s in response)),
         status=t.status,
         metadata=dict(t.task.metadata),

@@ -18,19 +18,20 @@ import math
 from agentrl.config import Config
 
 
-def rollout_learning_rate(config: Config, step: int) -> float:
-    """The learning rate of all optimizer steps after rollout `step`."""
+def rollout_learning_rate(config: Config, step: int, peak: float | None = None) -> float:
+    """The learning rate of all optimizer steps after rollout `step`. `peak`: the rate after the warm-up; None: `lr`."""
     settings, total = config.train, config.rollout.num_rollout
+    peak = settings.lr if peak is None else peak
     warmup = settings.lr_warmup_rollouts
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     factors = {
         "constant": 1.0,
         "linear": 1 - 0.9 * progress,
         "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * progress)),
     }
-    return settings.lr * factors[settings.lr_decay_style]
+    return peak * factors[settings.lr_decay_style]
 
 
 def sft_learning_rate(config: Config, step: int, steps: int) -> float:

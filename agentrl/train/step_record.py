@@ -1,8 +1,9 @@
 """The record of one optimizer step's batch, written beside the episodes, and the rows rebuilt from it.
 
-Tokens, masks and the engine's log-probs are in the records of the episodes. A step record holds the segments in order with their advantages
-and weights, the trainer's log-probs of the trained tokens, and the batch plan with the tokens of each micro-batch. `old_log_probs` and
-`ref_log_probs` are the loss's inputs; where the loss used its own (one optimizer step per rollout), `log_probs` holds those.
+Tokens, masks and the engine's log-probs are in the records of the episodes. A step record holds the segments in order with their weights and
+advantages (the mean, and one for each token where they differ), the trainer's log-probs of the trained tokens, and the batch plan with the
+tokens of each micro-batch. `old_log_probs`, `ref_log_probs` and the others of `OPTIONAL_INPUTS` are the loss's inputs; where the loss used its
+own log-probs (one optimizer step per rollout), `log_probs` holds those.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import StoreError
-from agentrl.train.base import Floats, Row, Trainer
+from agentrl.train.base import OPTIONAL_INPUTS, Floats, Row, Trainer
 from agentrl.train.batch_plan import micro_batch_sizes, trainer_plan
 from agentrl.train.rows import make_row
 from agentrl.train.sample import Sample
-
-_OPTIONAL = ("old_log_probs", "ref_log_probs")
 
 
 def step_record(
@@ -50,10 +49,13 @@ def _row_record(row: Row, log_probs: Floats | None) -> dict[str, Any]:
         "advantage": float(row.advantages[first]),
         "weight": float(row.weights[first]),
     }
+    advantages = row.advantages[trained]
+    if len(advantages) and (advantages != advantages[0]).any():
+        record |= {"advantage": float(advantages.mean()), "advantages": advantages}
     # values of trained tokens only: elsewhere they are 0. float32 arrays, which orjson writes with the fewest digits
     if row.old_log_probs is None and log_probs is not None:
         record["log_probs"] = log_probs[trained]
-    for name in _OPTIONAL:
+    for name in OPTIONAL_INPUTS:
         if (array := getattr(row, name)) is not None:
             record[name] = array[trained]
     return record
@@ -76,7 +78,8 @@ def _rebuild(record: Mapping[str, Any], sample: Sample) -> Row:
             f"episode {record['episode_id']}, segment {record['segment_index']}: recorded {record['tokens']} tokens, "
             f"{record['trained']} of them trained; its episode has {length} and {len(trained)}"
         )
-    arrays: dict[str, Any] = {name: np.zeros(length, np.float32) for name in _OPTIONAL if name in record}
+    arrays: dict[str, Any] = {name: np.zeros(length, np.float32) for name in OPTIONAL_INPUTS if name in record}
     for name, array in arrays.items():
         array[trained] = record[name]
-    return replace(make_row(sample, advantage=record["advantage"], weight=record["weight"]), **arrays)
+    advantage = np.array(record["advantages"]) if "advantages" in record else record["advantage"]
+    return replace(make_row(sample, advantage=advantage, weight=record["weight"]), **arrays)

@@ -59,11 +59,25 @@ ERRORS = {
     "train --rollout-temperature 0": (
         "train: --rollout-temperature must be above 0, found 0: greedy sampling has no distribution to learn from"
     ),
-    "train --advantage-estimator ppo": (
-        "train: --advantage-estimator ppo is not accepted: there is no critic; advantages come from groups, see "
-        "--advantage-estimator"
+    "train --advantage-estimator gae": "train: --advantage-estimator gae is not accepted: give ppo",
+    "train --advantage-estimator grop": (
+        "train: --advantage-estimator must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, ppo, "
+        "gigpo, distillation, or file.py:function, found grop"
     ),
-    "train --advantage-estimator grop": "train: --advantage-estimator must be one of grpo, dr_grpo, rloo, found 'grop'",
+    "train --env search_r1 --advantage-estimator gspo": (
+        "train: --advantage-estimator gspo weighs episodes equally, whatever their length; give --calculate-per-token-loss false"
+    ),
+    "train --tis-clip-low 3 --use-tis": (
+        "train: --tis-clip-low 3.0 is above --tis-threshold 2.0; no ratio is between them"
+    ),
+    "train --proximal-log-probs rollout --use-tis": (
+        "train: --use-tis compares the trainer's log-probabilities with the engine's; with --proximal-log-probs rollout there are only the "
+        "engine's: give --proximal-log-probs forward"
+    ),
+    "train --proximal-log-probs interpolate": (
+        "train: --proximal-log-probs interpolate has no effect with one optimizer step per rollout, whose old log-probabilities cost nothing; "
+        "leave it out, or give --num-steps-per-rollout"
+    ),
     "train --tensorboard maybe": "train: unexpected 'maybe'; flags begin with --",
     "train extra": "train: unexpected 'extra'; flags begin with --",
     "train --env-arg topk": "train: --env-arg takes NAME=VALUE, found 'topk'",
@@ -152,8 +166,8 @@ ERRORS = {
     ),
     "train --config misspelled.toml": (
         "train: misspelled.toml: unknown key 'learning_rat' in [train]; known: actor_num_gpus_per_node, "
-        "advantage_estimator, calculate_per_token_loss, entropy_coef, eps_clip, eps_clip_c, eps_clip_high, "
-        "kl_loss_coef, kl_loss_type, lr, lr_decay_style, lr_warmup_rollouts, …"
+        "advantage_estimator, calculate_per_token_loss, critic_load, critic_lr, entropy_coef, eps_clip, eps_clip_c, eps_clip_high, gamma, "
+        "gigpo_step_weight, kl_coef, …"
     ),
     "train --config section.toml": "train: section.toml: unknown section [trian]; did you mean 'train'?",
     "train --env search_r1 --model model --config megatron.toml": (

@@ -95,7 +95,7 @@ def test_one_flag(capsys):
     assert printed(capsys, "help", "--kl-loss-type").splitlines() == [
         "--kl-loss-type {k1,k2,k3,low_var_kl}",
         "",
-        "  estimator of the KL divergence, from Schulman 2020; low_var_kl is k3 bounded to [-10, 10]",
+        "  estimator of the KL divergence, from Schulman 2020; low_var_kl is k3 with bounds",
         "",
         "  type:     one of k1, k2, k3, low_var_kl",
         "  default:  k3",

@@ -16,7 +16,7 @@ from agentrl.cli.flags import complete_switches
 from agentrl.config import FIELDS, SECTIONS, Config, EnvSettings, RunSettings, TrainSettings, build_config, read_toml
 from agentrl.config.describe import describe_bounds, plain_type
 from agentrl.config.paths import anchor
-from agentrl.config.settings import field_infos
+from agentrl.config.settings import ESTIMATOR_NAMES, field_infos
 from agentrl.data.data_files import load_tasks
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
@@ -82,7 +82,10 @@ def test_the_batch_equation_prints_both_sides():
         ({"env": 3}, "--env must be text or none, found 3"),
         ({"reward": "em"}, "--reward must be a list, found 'em'"),
         ({"reward": [1]}, "--reward must be a list of text, found 1"),
-        ({"advantage_estimator": "grop"}, "--advantage-estimator must be one of grpo, dr_grpo, rloo, found 'grop'"),
+        (
+            {"advantage_estimator": "grop"},
+            f"--advantage-estimator must be one of {', '.join(ESTIMATOR_NAMES)}, or file.py:function, found grop",
+        ),
         ({"weight_sync": "x"}, "--weight-sync must be one of colocated, split, disk or none, found 'x'"),
         ({"eval_prompt_data": ["a"]}, "takes pairs of NAME and PATH, found an odd number of values: 1"),
         ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "two sets with the name 'a'"),
@@ -224,6 +227,19 @@ WITHOUT_EFFECT = [
     ],
     ({"tis_threshold": 3.0}, {"use_tis": True}),
     ({"kl_loss_type": "k2"}, {"use_kl_loss": True}),
+    ({"use_unbiased_kl": True}, {"use_kl_loss": True}),
+    *[({name: value}, {"use_tis": True}) for name, value in {"tis_level": "turn", "tis_mode": "mask", "tis_clip_low": 0.5}.items()],
+    ({"rejection_low": 0.1}, {"rejection_level": "episode"}),
+    ({"rejection_high": 9.0}, {"rejection_level": "episode"}),
+    ({"opd_kl_coef": 0.5}, {"opd_teacher": ["d"]}),
+    ({"overlong_penalty_factor": 2.0}, {"overlong_buffer_len": 16}),
+    ({"gamma": 0.9}, {"advantage_estimator": "reinforce_plus_plus"}),
+    ({"gigpo_step_weight": 0.5}, {"advantage_estimator": "gigpo"}),
+    *[
+        ({name: value}, {"advantage_estimator": "ppo"})
+        for name, value in {"lambd": 0.9, "critic_lr": 0.1, "critic_load": "d", "value_clip": 0.5, "num_critic_only_steps": 2}.items()
+    ],
+    ({"eps_clip_c": 3.0, "advantage_estimator": "cispo"}, {"advantage_estimator": "grpo"}),
     ({"kl_loss_coef": 0.1}, {"use_kl_loss": True}),
     ({"input_key": "question"}, {"prompt_data": "a.jsonl"}),
     ({"label_key": "answer"}, {"eval_prompt_data": ["a", "a.jsonl"]}),

@@ -31,6 +31,7 @@ class Joint(ToolEnv):
 
     action_format = "hermes"
     shows_tools = True
+    gives_state_keys = True
 
     def __init__(self, bonus=0.0):
         self.bonus = bonus
@@ -48,4 +49,6 @@ class Joint(ToolEnv):
         result = await super().step(action)
         last = action.text.rpartition(" ")[2]
         info = {"pid": os.getpid()}
-        return replace(result, info=info, reward=self.bonus + (float(last) if last.isdigit() else 0.0))
+        return replace(
+            result, info=info, state_key=action.text, reward=self.bonus + (float(last) if last.isdigit() else 0.0)
+        )

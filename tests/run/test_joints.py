@@ -22,6 +22,7 @@ from agentrl.config import FIELDS, SECTIONS, build_config
 from agentrl.config.settings import TABLES
 from agentrl.core.ports import free_port
 from agentrl.engine.local import engine as local
+from agentrl.engine.local import teacher
 from agentrl.errors import AgentRLError, ConfigError, EngineFailure, NonFiniteError
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.rollout.episode import EpisodeRunner
@@ -58,11 +59,18 @@ class NotingTrainer:
         of = REFERENCE if reference else OLD - len(self.steps)  # its own weights change with every step
         return [np.where(r.weights > 0, np.float32(of), np.float32(0)) for r in rows]
 
+    def values(self, rows):
+        return [np.where(r.weights > 0, np.float32(0.25) * np.arange(len(r.tokens)) % 3, np.float32(0)) for r in rows]
+
+    def offload(self): ...
+    def onload(self): ...
+
     def step(self, rows, loss, lr, *, profile=None):
         self.events.append("step")
         self.profiled.append(profile and profile.name)
         self.steps.append((list(rows), loss, lr))
-        return {"loss": 0.5, "grad_norm": 1.0, "log_probs": [r.rollout_log_probs for r in rows]}
+        log_probs = {} if loss.kind == "value" else {"log_probs": [r.rollout_log_probs for r in rows]}
+        return {"loss": 0.5, "grad_norm": 1.0, **log_probs}
 
     def save(self, path):
         self.saved += 1
@@ -74,6 +82,17 @@ class NotingTrainer:
     def close(self): ...
 
 
+class FixedTeacher:
+    """Gives every token the same log-prob."""
+
+    def __init__(self, folder, vocab_size): ...
+
+    async def score(self, ids):
+        return [-1.0] * (len(ids) - 1)
+
+    async def close(self): ...
+
+
 @dataclass
 class Seen:
     """What a run did."""
@@ -81,6 +100,7 @@ class Seen:
     path: Path | None = None
     error: Exception | None = None
     trainer: Any = None
+    critic: Any = None
     engine: Any = None
     engine_options: dict[str, Any] = field(default_factory=dict)
     runners: list[EpisodeRunner] = field(default_factory=list)
@@ -198,6 +218,8 @@ def play(model, monkeypatch, tmp_path):
     renderer = make_renderer(Tokenizer.load(model / "model"), "hermes")
     monkeypatch.setattr(assemble.Components, "require_trainable", lambda self: None)
     monkeypatch.setattr(assemble.Components, "require_weights", lambda self: None)
+    monkeypatch.setattr(assemble.Components, "require_critic", lambda self: None)
+    monkeypatch.setattr(teacher, "LocalTeacher", FixedTeacher)
     monkeypatch.setattr(report, "draw_curve", lambda *_: None)  # takes most of a run's time
     count = iter(range(1000))
 
@@ -210,8 +232,12 @@ def play(model, monkeypatch, tmp_path):
             return seen.engine
 
         def make_trainer(folder, **options):
-            seen.trainer = NotingTrainer(folder, **options)
-            return seen.trainer
+            made = NotingTrainer(folder, **options)
+            if options.get("critic"):
+                seen.critic = made
+            else:
+                seen.trainer = made
+            return made
 
         class Noted(EpisodeRunner):
             def __init__(self, *args, **kwargs):
@@ -319,6 +345,29 @@ def per_token(s):
     return len({float(w) for r in s.trainer.steps[0][0] for w in r.weights[r.weights > 0]})
 
 
+def of_tokens(s):
+    """Advantages of all trained tokens of the first step."""
+    return np.concatenate([r.advantages[r.weights > 0] for r in s.trainer.steps[0][0]])
+
+
+def varies_in_a_row(s):
+    return any(len(set(r.advantages[r.weights > 0].tolist())) > 1 for r in s.trainer.steps[0][0])
+
+
+def largest_advantage(s):
+    return round(float(np.abs(of_tokens(s)).max()), 3)
+
+
+def returns_vary(s):
+    """Within an episode: with λ = 1 and γ = 1 the critic's target is the score everywhere."""
+    row = s.critic.steps[0][0][0]
+    return len(set(row.returns[row.weights > 0].tolist())) > 1
+
+
+def old_are_the_engines(s):
+    return all((r.old_log_probs == r.rollout_log_probs).all() for r in s.rows)
+
+
 def evaluated(s):
     return sorted({r.session.rpartition("/")[0] for r in s.asked(held_out=True)})
 
@@ -366,6 +415,7 @@ def trained_groups(s):
 
 
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
+DR = {"advantage_estimator": "dr_grpo"}
 EVALUATED = {"eval_interval": 20}
 FILE = {"prompt_data": "MODEL/tasks.jsonl"}
 ASYNC = {"schedule": "async", "num_rollout": 4}
@@ -446,6 +496,14 @@ CASES = [
     # train
     Case("advantage_estimator", "dr_grpo", lambda s: set(advantages(s).values()), {-1.5, 1.5}),
     Case("advantage_estimator", "rloo", lambda s: set(advantages(s).values()), {-3.0, 3.0}),
+    *[
+        Case("advantage_estimator", name, loss("policy_loss"), kind, {"calculate_per_token_loss": False})
+        for name, kind in {"gspo": "sequence", "cispo": "cispo"}.items()
+    ],
+    Case("advantage_estimator", "ppo", lambda s: s.critic is not None, True),
+    Case("gamma", 0.5, varies_in_a_row, True, {"advantage_estimator": "reinforce_plus_plus"}),
+    Case("lambd", 0.5, returns_vary, True, {"advantage_estimator": "ppo"}),
+    Case("gigpo_step_weight", 0.5, largest_advantage, 1.061, {"advantage_estimator": "gigpo"}),
     Case("eps_clip", 0.3, loss("eps_clip"), 0.3),
     Case("eps_clip_high", 0.4, loss("eps_clip_high"), 0.4),
     Case("eps_clip_c", 3.0, loss("eps_clip_c"), 3.0),
@@ -460,6 +518,26 @@ CASES = [
     Case("calculate_per_token_loss", True, per_token, 1, job="sft"),
     Case("use_tis", True, loss("use_tis"), True),
     Case("tis_threshold", 3.0, loss("tis_threshold"), 3.0, {"use_tis": True}),
+    Case("tis_level", "episode", lambda s: s.rows[0].importance_log_ratio is not None, True, {"use_tis": True}),
+    Case("tis_mode", "mask", loss("tis_mode"), "mask", {"use_tis": True}),
+    Case("tis_clip_low", 0.5, loss("tis_clip_low"), 0.5, {"use_tis": True}),
+    Case("rejection_level", "token", lambda s: bool((of_tokens(s) == 0).any()), True),
+    Case("rejection_low", 2.0, lambda s: len(s.trainer.steps), 0, {"rejection_level": "token"}),
+    Case("rejection_high", 0.5, lambda s: len(s.trainer.steps), 0, {"rejection_level": "token"}),
+    Case("proximal_log_probs", "rollout", old_are_the_engines, True, {"num_steps_per_rollout": 2}),
+    Case("proximal_log_probs", "interpolate", lambda s: s.rows[0].proximal_weight is not None, True, {"num_steps_per_rollout": 2}),
+    Case("kl_coef", 0.1, trainer("reference"), True),
+    Case("kl_coef", 0.1, varies_in_a_row, True, {"advantage_estimator": "reinforce_plus_plus"}),
+    Case("kl_loss_type", "k1", lambda s: largest_advantage(s) > 1.5, True, DR | {"kl_coef": 0.1}),
+    Case("use_unbiased_kl", True, loss("use_unbiased_kl"), True, {"use_kl_loss": True}),
+    Case("overlong_buffer_len", 1024, lambda s: largest_advantage(s) != 1.5, True, DR),
+    Case("overlong_penalty_factor", 1000.0, lambda s: largest_advantage(s) > 2, True, DR | {"overlong_buffer_len": 1024}),
+    Case("opd_teacher", ["MODEL/other"], varies_in_a_row, True),
+    Case("opd_kl_coef", 100.0, lambda s: largest_advantage(s) > 20, True, {"opd_teacher": ["MODEL/other"]}),
+    Case("critic_lr", 0.5, lambda s: s.critic.steps[0][2], 0.5, {"advantage_estimator": "ppo"}),
+    Case("critic_load", "MODEL/other", lambda s: s.critic.options["model"], "other", {"advantage_estimator": "ppo"}),
+    Case("value_clip", 0.5, lambda s: s.critic.steps[0][1].value_clip, 0.5, {"advantage_estimator": "ppo"}),
+    Case("num_critic_only_steps", 1, lambda s: (len(s.critic.steps), len(s.trainer.steps)), (2, 1), {"advantage_estimator": "ppo"}),
     Case("lr", 0.125, rates, [0.125, 0.125]),
     Case("lr", 0.125, rates, [0.125], job="sft"),
     Case("lr_warmup_rollouts", 2, rates, [0.5, 1.0], {"lr": 1.0}),

@@ -3,18 +3,19 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 from doubles import PROMPT, SAMPLED, group_of, span, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError, UnknownNameError
-from agentrl.train.advantage import ESTIMATORS, group_advantages, normalized
+from agentrl.train.advantage import group_advantages
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import to_samples
 from agentrl.types import Group, StopReason, Task
 
+GROUP = ("dr_grpo", "grpo", "rloo")
+"""estimators whose advantages of a group add up to 0"""
 SCORES = st.lists(st.floats(-10, 10), min_size=2, max_size=8)
 
 
@@ -36,7 +37,7 @@ def test_rloo_is_the_score_less_the_mean_of_the_others():
     assert values(group_of(1, 0, 0), "rloo") == [1.0, -0.5, -0.5]
 
 
-@given(SCORES, st.sampled_from(sorted(ESTIMATORS)))
+@given(SCORES, st.sampled_from(GROUP))
 def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(scores, estimator):
     found = values(group_of(*scores), estimator)
     assert math.fsum(found) == pytest.approx(0, abs=1e-6)
@@ -52,7 +53,7 @@ def test_groups_do_not_touch_each_other(a, b):
     assert together == group_advantages([second, first])
 
 
-@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+@pytest.mark.parametrize("estimator", GROUP)
 @pytest.mark.parametrize("scores", [(1.0,), (0.5, 0.5, 0.5), (0.0, 0.0), (1.0, 1.0 + 1e-9, 1.0 - 1e-9)], ids=str)
 def test_case_23_a_group_of_one_or_of_equal_rewards_has_no_advantage(estimator, scores):
     assert values(group_of(*scores), estimator) == [0.0] * len(scores)
@@ -118,16 +119,6 @@ def test_a_list_of_trajectories_is_a_group():
     assert group_advantages([list(group.trajectories)]) == group_advantages([group])
 
 
-def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_trained_tokens():
-    given, tokens = {"a": 1.0, "b": -2.0, "c": 0.0}, [("a", 3), ("b", 1), ("b", 4), ("c", 2), ("masked", 9)]
-    out = normalized(given, tokens)
-    per_token = np.concatenate([[out[episode]] * count for episode, count in tokens if episode in given])
-    assert per_token.mean() == pytest.approx(0)
-    assert per_token.std(ddof=1) == pytest.approx(1)
-    assert out["a"] > out["c"] > out["b"]
-    assert normalized({"a": 2.0, "b": 2.0}, [("a", 5), ("b", 5)]) == {"a": 0.0, "b": 0.0}
-
-
 def test_an_unknown_estimator_is_refused_in_one_sentence():
     with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
         group_advantages([], "grop")
@@ -143,12 +134,12 @@ def test_the_score_adds_step_rewards_and_weighted_components_without_those_that_
 
 
 @pytest.mark.parametrize("score", [1e155, -1e155, 1e308, math.inf, math.nan])
-@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+@pytest.mark.parametrize("estimator", GROUP)
 def test_a_score_beyond_float32_is_one_sentence(score, estimator):
     with pytest.raises(DataError, match=r"episode \S+ scored \S+; a score must be finite and at most 1e\+36"):
         values(group_of(score, 0, 0), estimator)
 
 
-@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+@pytest.mark.parametrize("estimator", GROUP)
 def test_scores_of_the_largest_size_make_finite_advantages(estimator):
     assert all(abs(v) < 3e38 for v in values(group_of(1e36, -1e36, 0), estimator))

@@ -28,7 +28,7 @@ EPISODES = st.lists(
 )
 
 
-@given(EPISODES, st.sampled_from(NORMALISATIONS), st.data())
+@given(EPISODES, st.sampled_from(("sequence", "token")), st.data())
 def test_weights_sum_to_one_over_the_step_whatever_is_masked(episodes, normalisation, data):
     samples = [s for i, e in enumerate(episodes) for s in episode(i, e)]
     for s in samples:
@@ -51,6 +51,14 @@ def test_weights_sum_to_one_over_the_step_whatever_is_masked(episodes, normalisa
             assert sum(float(r.weights.sum()) for r in found) == pytest.approx(1 / len(by_episode), abs=1e-5)
     else:
         assert len({float(r.weights.max()) for r in rows}) == 1
+
+
+@given(EPISODES, st.integers(1, 5000))
+def test_with_a_constant_all_tokens_of_a_step_weigh_the_same_whatever_is_sampled(episodes, constant):
+    samples = [s for i, e in enumerate(episodes) for s in episode(i, e)]
+    rows = make_rows(samples, {s.episode_id: 1.0 for s in samples}, "constant", constant=constant)
+    weights = {float(w) for r in rows for w in r.weights if w}
+    assert weights == {float(np.float32(1.0 / (len(episodes) * constant)))}
 
 
 @given(EPISODES, st.sampled_from(NORMALISATIONS))
@@ -109,7 +117,7 @@ def test_the_same_segment_twice_is_refused():
 
 
 def test_an_unknown_normalisation_is_refused():
-    with pytest.raises(InvariantError, match="'sequence', 'token'"):
+    with pytest.raises(InvariantError, match="'sequence', 'token', 'constant'"):
         make_rows([], {}, "mean")
 
 

@@ -29,6 +29,8 @@ from agentrl.train.megatron.megatron_settings import weight_files
 EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _ATTENTION, _MLP = "self_attn.", "mlp."
+VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
+"""the value head of a critic, as transformers' ForTokenClassification names it"""
 _TOP = {
     "embedding.word_embeddings.weight": ("vocab", EMBEDDING),
     "output_layer.weight": ("vocab", "lm_head.weight"),
@@ -62,6 +64,8 @@ class WeightLayout:
     padded_vocab_size: int
     tied: bool
     """the output layer and the embedding share one weight"""
+    critic: bool = False
+    """the output layer is a value head"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Conversion:
     """How one megatron parameter is made of Hugging Face tensors."""
 
     kind: str
-    """copy, vocab, columns, glu, qkv"""
+    """copy, vocab, columns, glu, qkv, value_head"""
     names: tuple[str, ...]
     """Hugging Face names of the tensors"""
 
@@ -78,6 +82,8 @@ def conversion(name: str, layout: WeightLayout) -> Conversion:
     """The conversion of a megatron parameter, whose layers are numbered over the whole model."""
     if name == "output_layer.weight" and layout.tied:
         return Conversion("vocab", (EMBEDDING,))
+    if name == "output_layer.weight" and layout.critic:
+        return Conversion("value_head", (VALUE_HEAD,))
     match = _LAYER.fullmatch(name)
     kind, *names = (_IN_LAYER.get(match[2]) if match else _TOP.get(name)) or (None,)
     if kind is None:
@@ -90,7 +96,7 @@ def conversion(name: str, layout: WeightLayout) -> Conversion:
 
 def to_megatron(tensors: Sequence[Tensor], kind: str, layout: WeightLayout, rank: int, world: int) -> Tensor:
     """The part of tensor-parallel rank `rank` of `world`, from whole Hugging Face tensors."""
-    if kind == "copy":
+    if kind in ("copy", "value_head"):
         return tensors[0]
     if kind == "columns":
         return tensors[0].chunk(world, 1)[rank]
@@ -111,7 +117,7 @@ def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: WeightLayout) -
     The tensors of a single part are views. Those of a q, k, v parameter keep the key-value heads as a separate first dimension;
     `final_shape` is their shape in a Hugging Face folder.
     """
-    if kind == "copy":
+    if kind in ("copy", "value_head"):
         return [shards[0]]
     if kind == "columns":
         return [_join(shards, 1)]
@@ -142,6 +148,9 @@ class HuggingFaceWeights:
         files: list[Any] = [safe_open(f, framework="pt", device="cpu") for f in weight_files(folder)]
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is not iterable
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         if name not in self._files:
@@ -164,6 +173,8 @@ def load(model: Any, weights: HuggingFaceWeights, layout: WeightLayout, rank: in
     """Fill this stage's parameters of tensor-parallel rank `rank` of `world`."""
     for name, parameter in named_parameters(model):
         convert = conversion(name, layout)
+        if convert.kind == "value_head" and not _has_value_head(weights):
+            continue  # it is 0
         value = to_megatron([weights[n] for n in convert.names], convert.kind, layout, rank, world)
         if value.shape != parameter.shape:
             names = ", ".join(convert.names)
@@ -172,6 +183,12 @@ def load(model: Any, weights: HuggingFaceWeights, layout: WeightLayout, rank: in
                 "do the weights belong to this config.json?"
             )
         parameter.copy_(value)
+
+
+def _has_value_head(weights: HuggingFaceWeights) -> bool:
+    if VALUE_BIAS in weights and weights[VALUE_BIAS].any():
+        raise DataError(f"{weights.folder}: {VALUE_BIAS} is not 0, and critics have no bias; set it to 0 or remove it")
+    return VALUE_HEAD in weights
 
 
 @torch.no_grad()
@@ -197,7 +214,7 @@ def gather_views(
         convert = conversion(name, layout)
         own = value(parameter).detach().contiguous()
         shards = [own]
-        if group.size() > 1 and convert.kind != "copy":
+        if group.size() > 1 and convert.kind not in ("copy", "value_head"):
             shards = [torch.empty_like(own) for _ in range(group.size())]
             torch.distributed.all_gather(shards, own, group=group)
         for target, tensor in zip(convert.names, to_hugging_face(shards, convert.kind, layout), strict=True):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.train.attention_blocks import attention_calls
-from agentrl.train.base import Row
+from agentrl.train.base import OPTIONAL_INPUTS, Row
 from agentrl.train.batch_plan import padded_length
 from agentrl.train.megatron.loss import TokenData
 from agentrl.train.megatron.tree_attention import AttentionPlan, attention_plan, context_ranges
@@ -142,7 +142,6 @@ def _token_data(
         weights=flat("weights"),
         advantages=flat("advantages"),
         rollout_log_probs=flat("rollout_log_probs"),
-        old_log_probs=optional("old_log_probs"),
-        ref_log_probs=optional("ref_log_probs"),
+        **{name: optional(name) for name in OPTIONAL_INPUTS},
         sampled=tensor(np.concatenate(sampled)[places]),
     )

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from agentrl.train.megatron.gpu_kernels import use_fused_adam
@@ -32,15 +33,29 @@ from agentrl.train.megatron.model_config import ModelConfig, Rope
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class ValueHead(torch.nn.Module):
+    """The output layer of a critic: a weight [1, h], the same on all tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
+        """The weight, for a distributed checkpoint."""
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix)
+
+
 class PolicyModel(GPTModel):
     """GPTModel over a token tree, that returns the last hidden states of chosen tokens; log_probs.py computes what the loss needs of them."""
 
-    def __init__(self, *args: Any, rope: Rope, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rope: Rope, critic: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, position_embedding_type="rope", rotary_base=rope.theta, **kwargs)
         self.rotary_pos_emb.__class__ = TreeRotaryEmbedding
         self._chosen: Tensor | None = None
         if rope.llama3:
             self.rotary_pos_emb.inv_freq = _llama3_frequencies(self.rotary_pos_emb.inv_freq, rope.llama3)
+        if self.post_process and critic:
+            self.output_layer = ValueHead(self.config)
         if self.post_process:
             self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
 
@@ -86,6 +101,8 @@ class Built:
     """the frozen copy, wrapped for its precision"""
     checks_finite: bool = True
     """an optimizer step is not taken if the loss or a gradient is not finite"""
+    critic: bool = False
+    """a value model"""
 
     @property
     def model(self) -> PolicyModel:
@@ -101,9 +118,17 @@ def unwrapped(model: Any) -> PolicyModel:
 
 
 def build(
-    model_config: ModelConfig, weights: HuggingFaceWeights, settings: Settings, dtype: torch.dtype, *, reference: bool
+    model_config: ModelConfig,
+    weights: HuggingFaceWeights,
+    settings: Settings,
+    dtype: torch.dtype,
+    *,
+    reference: bool,
+    critic: bool = False,
 ) -> Built:
     """Build this rank's part and load its weights. The process groups must exist.
+
+    `critic`: a value model, whose head is `score.weight` (as in transformers' ForTokenClassification), or 0 without it.
 
     Raises:
         ConfigError: a setting contradicts config.json or cannot work.
@@ -117,7 +142,8 @@ def build(
         head_dim=model_config.head_dim,
         vocab_size=model_config.vocab_size,
         padded_vocab_size=-(-model_config.vocab_size // world) * world,
-        tied=model_config.tied,
+        tied=model_config.tied and not critic,
+        critic=critic,
     )
 
     def loaded() -> Any:
@@ -146,6 +172,7 @@ def build(
         wrapped=wrapped,
         optimizer=optimizer,
         reference=frozen,
+        critic=critic,
         checks_finite=settings.get("check_for_nan_in_grad", True),
     )
 
@@ -204,12 +231,13 @@ def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLay
         max_sequence_length=model_config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=model_config.tied,
+        share_embeddings_and_output_weights=layout.tied,
         rope=model_config.rope,
+        critic=layout.critic,
     )
     for name, parameter in named_parameters(model):
         kind = conversion(name, layout).kind
-        if kind != "copy" and not getattr(parameter, "tensor_model_parallel", False):
+        if kind not in ("copy", "value_head") and not getattr(parameter, "tensor_model_parallel", False):
             # megatron marks divided parameters only while it initialises them; of unmarked ones only rank 0's part is in the gradient norm
             dimension, stride = (1 if kind == "columns" else 0), (2 if kind == "glu" else 1)
             set_tensor_model_parallel_attributes(parameter, True, dimension, stride)

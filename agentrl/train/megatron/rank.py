@@ -44,7 +44,8 @@ class TrainerRank:
     def __init__(self, setup: RankSetup) -> None:
         model_config = read_model_config(setup.model)
         weights = HuggingFaceWeights(setup.model)
-        self.built = build(model_config, weights, setup.megatron, DTYPES[setup.dtype], reference=setup.reference)
+        kinds = {"reference": setup.reference, "critic": setup.critic}
+        self.built = build(model_config, weights, setup.megatron, DTYPES[setup.dtype], **kinds)
         gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         config = self.built.config
@@ -171,8 +172,11 @@ class TrainerRank:
         return torch.cuda.mem_get_info()[0] >> 20 if torch.cuda.is_available() else None
 
     def _token_log_probs(self, model: Any, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the chosen tokens."""
+        """Log-probs and entropies of the chosen tokens; of a critic, values and zeros."""
         weight = unwrapped(model).output_weight
+        if self.built.critic:
+            values = (hidden @ weight.t()).flatten().float()[batch.prediction]
+            return values, torch.zeros_like(values)
         log_probs, entropy = token_log_probs(hidden, weight, batch.labels, batch.temperature, self._vocab_shard)
         return log_probs[batch.prediction], entropy[batch.prediction]
 

@@ -43,6 +43,8 @@ class RankSetup:
     """keep a frozen copy of the model"""
     tree_packing: bool
     """compute a prefix that rows of a micro-batch share once"""
+    critic: bool
+    """a value model"""
     seed: int
     threads: int
     """CPU threads"""

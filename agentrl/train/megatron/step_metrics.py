@@ -13,6 +13,8 @@ MAXIMA = ("diff_max", "ratio_max", "tis_max")
 def step_metrics(sums: dict[str, float], maxima: dict[str, float], loss: LossConfig) -> dict[str, float]:
     """The metrics of `Trainer.step` from the totals of all ranks. Means use the loss's weights; those of log-prob differences count tokens."""
     weight, sampled = sums["weight"] or 1.0, sums["sampled"] or 1.0
+    if loss.kind == "value":
+        return {"loss": sums["loss"], "clip_fraction": sums["clipped"] / weight}
     metrics = {"loss": sums["loss"], "entropy": sums["entropy"] / weight, "trained_tokens": sums["tokens"]}
     if loss.kind == "sft":
         return metrics

@@ -18,7 +18,7 @@ from agentrl.core.ports import free_port
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreError
-from agentrl.train.base import Floats, LossConfig, Row
+from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.megatron_settings import check_tree, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
@@ -30,6 +30,12 @@ DEFAULT_MICRO_BATCH_TOKENS = 4096
 START_TIMEOUT_S = 600.0
 MAX_LOG_RATIO = 88.0
 """exp of a larger number is not finite in fp32"""
+_LOSS_CHOICES = {
+    "kind": ("policy", "sft", "value"),
+    "policy_loss": ("clip", "sequence", "cispo"),
+    "kl_loss_type": ("k1", "k2", "k3", "low_var_kl"),
+    "tis_mode": ("truncate", "mask"),
+}
 MODEL_FILES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Suffixes of the files that a Hugging Face folder holds besides weights: config, tokenizer, chat template."""
 
@@ -48,6 +54,7 @@ class MegatronTrainer:
         micro_batch_rows: int | None = None,
         dtype: str = "float32",
         reference: bool = False,
+        critic: bool = False,
         tree_packing: bool = True,
         run_dir: Path,
         threads: int | None = None,
@@ -65,7 +72,8 @@ class MegatronTrainer:
             dtype: float32, or bfloat16 (with fp32 master weights and gradients).
             reference: keep a frozen copy of `model` for reference log-probs.
             tree_packing: compute a prefix that rows of a micro-batch share once.
-            run_dir: logs are written to run_dir/trainer.
+            critic: a value model: the transformer of `model` with a linear head of one output, `score.weight`, which is 0 if `model` has none.
+            run_dir: logs are written to run_dir/trainer, those of a critic to run_dir/critic.
             threads: CPU threads of each rank; None: the machine's cores divided evenly. Results are bit-exact only at equal threads.
             timeout_s: maximum duration of a command.
 
@@ -85,7 +93,7 @@ class MegatronTrainer:
         self.tree_packing = tree_packing
         self.micro_batch_rows = micro_batch_rows
         threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-        self.pool = RankPool(ranks, run_dir / "trainer", threads)
+        self.pool = RankPool(ranks, run_dir / ("critic" if critic else "trainer"), threads)
         port = free_port()
         setups = [
             RankSetup(
@@ -93,6 +101,7 @@ class MegatronTrainer:
                 megatron=settings,
                 dtype=dtype,
                 reference=reference,
+                critic=critic,
                 tree_packing=tree_packing,
                 seed=seed,
                 threads=threads,
@@ -114,8 +123,12 @@ class MegatronTrainer:
         results = self._request_shares("log_probs", rows, plan, reference=reference, trained_only=trained_only)
         return self._by_row(rows, plan, results, trained_only=trained_only)
 
+    def values(self, rows: Sequence[Row]) -> list[Floats]:
+        """See `Critic.values`."""
+        return self.log_probs(rows, trained_only=True)
+
     def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
-        """See `Trainer.step`."""
+        """See `Trainer.step`; a critic returns no log-probs."""
         _check_loss(rows, loss)
         plan = self._plan("step", rows)
         started = time.perf_counter()
@@ -125,13 +138,14 @@ class MegatronTrainer:
         log_probs = self._by_row(rows, plan, [t and t["log_probs"] for t in totals], trained_only=True)
         if results[0]["grad_norm"] is None:
             raise NonFiniteError(_why_not_finite(rows, log_probs))
-        metrics = {
+        metrics: dict[str, Any] = {
             **_metrics(totals, loss),
             **packing(self, rows, plan),
             "grad_norm": results[0]["grad_norm"],
             "lr": lr,
         }
-        return {**metrics, "log_probs": log_probs, "rates": rates}
+        metrics["rates"] = rates
+        return metrics if loss.kind == "value" else {**metrics, "log_probs": log_probs}
 
     def _rates(self, rows: Sequence[Row], plan: Plan, results: Sequence[Any], seconds: float) -> dict[str, float]:
         """Tokens per second, MFU and the largest memory of a step that took `seconds`."""
@@ -279,18 +293,20 @@ def _why_not_finite(rows: Sequence[Row], log_probs: Sequence[Floats]) -> str:
 
 def _check_loss(rows: Sequence[Row], loss: LossConfig) -> None:
     """Refuse a batch that lacks an input of the loss, before any rank receives it."""
-    if loss.kind not in ("policy", "sft"):
-        raise ConfigError(f"loss kind must be 'policy' or 'sft'; found {loss.kind!r}")
-    if loss.kl_loss_type not in ("k1", "k2", "k3"):
-        raise ConfigError(f"kl_loss_type must be k1, k2 or k3; found {loss.kl_loss_type!r}")
+    for name, allowed in _LOSS_CHOICES.items():
+        if (found := getattr(loss, name)) not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}; found {found!r}")
     if loss.eps_clip_c is not None and loss.eps_clip_c <= 1:
         raise ConfigError(f"eps_clip_c must be greater than 1 (or None: off); found {loss.eps_clip_c}")
-    for name in ("old_log_probs", "ref_log_probs"):
+    needed = {"returns": loss.kind == "value", "ref_log_probs": loss.kind == "policy" and loss.kl_loss_coef}
+    for name in OPTIONAL_INPUTS:
         present = sum(getattr(r, name) is not None for r in rows)
         if 0 < present < len(rows):
             raise InvariantError(f"{present} of {len(rows)} rows have {name}; all or none must")
-        if name == "ref_log_probs" and not present and loss.kind == "policy" and loss.kl_loss_coef:
-            raise InvariantError(f"kl_loss_coef is {loss.kl_loss_coef}, but no row has ref_log_probs")
+        if needed.get(name) and not present:
+            raise InvariantError(
+                f"the {loss.kind} loss needs {name} (kl_loss_coef {loss.kl_loss_coef}), but no row has them"
+            )
 
 
 def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
