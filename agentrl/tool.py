@@ -295,6 +295,14 @@ def spec_of(obj: Callable[..., Any] | Tool) -> ToolSpec:
 
     Raises:
         ContractError: the name or the signature makes no schema.
+
+    Example:
+        >>> @tool
+        ... def double(number: int) -> int:
+        ...     '''Double a number.'''
+        ...     return 2 * number
+        >>> spec_of(double).schema["function"]["name"]
+        'double'
     """
     if isinstance(obj, Tool):
         if not callable(getattr(obj, "call", None)):
