@@ -75,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            print_now(
+                f"{name}: {e.strerror}: {e.filename!a:.60}; give a path that the file system can hold", sys.stderr
+            )
+            return 2
         if e.errno not in _RESOURCES:
             raise
         place = f" ({e.filename})" if e.filename else ""

@@ -61,6 +61,11 @@ def test_an_error_of_the_machine_in_several_tasks_is_one_sentence(capsys, monkey
     assert capsys.readouterr().err.startswith("agentrl help: it failed (run/episodes); free some space")
 
 
+def test_a_path_that_is_too_long_is_bad_input(capsys):
+    assert main(["replay", "x" * 5000]) == 2
+    assert capsys.readouterr().err.startswith("agentrl replay: File name too long: 'xxx")
+
+
 @pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m agentrl.cli help lr | true; exit ${{PIPESTATUS[0]}}"
