@@ -101,14 +101,19 @@ class Recording:
         """Read the record of an entry.
 
         Raises:
-            StoreError: the record is damaged.
+            StoreError: the record is damaged, or the index says something else of it.
         """
         file = next(f for f in self._progress if number_of(f) == entry.file)
         with file.open("rb") as f:
             f.seek(entry.offset)
             frame = f.read(entry.length)
         line = decompress(frame, f"{file}: the record at byte {entry.offset}")
-        return decode(line, f"{file}, byte {entry.offset}")
+        record = decode(line, f"{file}, byte {entry.offset}")
+        if index_entry(record, entry.offset, entry.length, entry.file) != entry:
+            raise StoreError(
+                f"{index_of(file)} differs from the record at byte {entry.offset} of {file.name}; remove the index"
+            )
+        return record
 
     def records(self, entries: list[IndexEntry] | None = None) -> Iterator[dict[str, Any]]:
         """Yield the records of entries (default: all episodes)."""
