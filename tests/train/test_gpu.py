@@ -9,6 +9,7 @@ from models import hf_log_probs, hf_model, make_model, make_rows
 from test_megatron import check_gradients, check_log_probs, start
 
 from agentrl.train.base import LossConfig
+from agentrl.train.megatron.attention_kernels import Dense, Sequences, kernel_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SIZES = [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
@@ -43,3 +44,22 @@ def test_bf16_trains_and_survives_an_offload(tmp_path, tensor_parallel):
             assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
         losses += [trainer.step(rows, LossConfig(kind="sft"), 1e-2)["loss"] for _ in range(5)]
         assert losses[-1] < losses[4] < losses[0]
+
+
+@pytest.mark.parametrize("lengths", [(4096, 4096), (2500, 40, 1024, 2300, 1), (2060,)])
+def test_attention_of_long_and_short_sequences_equals_plain_matrices(lengths):
+    """cuDNN's and the flash kernel in bf16 against fp32; outputs, log-sum-exps and gradients."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(sum(lengths), heads, 128, device="cuda", generator=generator) for heads in (16, 8, 8, 16)
+    )
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+    s = Sequences(causal=True, query_lengths=lengths, key_lengths=lengths, query_starts=starts, key_starts=starts)
+    want = Dense().forward(q, k, v, s, 0.1)
+    half = [x.bfloat16() for x in (q, k, v, grad)]
+    kernel = kernel_for(half[0])
+    got = kernel.forward(*half[:3], s, 0.1)
+    want_grads = Dense().backward(grad, q, k, v, *want, s, 0.1)
+    got_grads = kernel.backward(half[3], *half[:3], *got, s, 0.1)
+    for g, w in zip((*got, *got_grads), (*want, *want_grads), strict=True):
+        assert (g.float() - w).norm() <= 0.02 * w.norm()

@@ -9,12 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.train.attention_blocks import attention_calls
-from agentrl.train.megatron.attention_kernels import CpuFlash, CudaFlash, Dense, kernel_for
+from agentrl.train.megatron.attention_kernels import CpuFlash, CudaFlash, Dense, LongSequences, kernel_for
 from agentrl.train.megatron.tree_attention import attention_plan, context_ranges, tree_attention
 from agentrl.train.token_tree import token_tree
 
 HEADS, GROUPS, DIM, SCALE = 4, 2, 8, 0.3
-KERNELS = {"flash": CpuFlash(), "dense": Dense()}
+
+
+class OneBy(Dense):
+    """In place of cuDNN's kernel. Reads all queries and keys it is given, also those after the end of the sequence."""
+
+    def causal(self, q, k, v, scale):
+        return self.one(q, *(x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v)), True, scale)
+
+    def causal_backward(self, grad, q, k, v, out, lse, scale):
+        k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
+        dq, *others = self.one_backward(grad, q, k, v, out, lse, True, scale)
+        return dq, *(x.unflatten(1, (GROUPS, -1)).sum(2) for x in others)
+
+
+KERNELS = {
+    "flash": CpuFlash(),
+    "dense": Dense(),
+    "long": LongSequences(CpuFlash(), OneBy(), least=1, multiple=4),
+    "long and short": LongSequences(Dense(), OneBy(), least=4, multiple=3),
+}
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=8).map(
     lambda rows: [np.array(r, int) for r in rows]
 )

@@ -1,19 +1,28 @@
 """Attention of many sequences in one call, forward and backward, with the log-sum-exp of every query: what merging partial attention needs.
 
-On a GPU in half precision, torch's variable-length flash kernel; on the CPU, torch's flash kernel for each sequence; else plain matrices. The
+On a GPU in half precision, torch's variable-length flash kernel, and cuDNN's for long causal sequences on Hopper and later cards, where it takes
+half the time (H200, 4,096 tokens); on the CPU, torch's flash kernel for each sequence; else plain matrices. The
 backward functions take the output and the log-sum-exp of the whole attention and the keys of one part of it, as in ring attention (Liu et al.
 2023): the probability of a key is exp(score − log-sum-exp), whichever part it is in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _aten = torch.ops.aten
+LONG = 2048
+"""Causal sequences of at least this many tokens are computed by cuDNN, where it is used."""
+MULTIPLE = 256
+"""cuDNN compiles a plan for each length, so lengths are rounded up to this. It costs at most 1.3 times the work, at `LONG` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +52,16 @@ class Kernel(Protocol):
 
 def kernel_for(q: Tensor) -> Kernel:
     """The implementation for a tensor's device and dtype."""
-    if q.is_cuda:
-        return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) else Dense()
-    return CpuFlash()
+    if not q.is_cuda:
+        return CpuFlash()
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return Dense()
+    return _hopper_kernel() if torch.cuda.get_device_capability(q.device) >= (9, 0) else CudaFlash()
+
+
+@cache
+def _hopper_kernel() -> Kernel:
+    return LongSequences(CudaFlash(), Cudnn()) if torch.backends.cudnn.is_available() else CudaFlash()
 
 
 class CudaFlash:
@@ -70,6 +86,114 @@ class CudaFlash:
     def _starts(s: Sequences) -> tuple[Tensor, Tensor, int, int]:
         # for queries of length 1 the kernel would return the log-sum-exp in another shape; the maximum may be larger than any length
         return s.query_starts, s.key_starts, max(2, *s.query_lengths), max(s.key_lengths)
+
+
+class OneSequence(Protocol):
+    """Causal attention of one sequence. q [1, heads, n, d]; k and v [1, groups, n, d]; out as q; lse [1, heads, n]."""
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
+
+    def causal_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+
+class Cudnn:
+    """cuDNN's attention of one sequence."""
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """See `OneSequence`."""
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+        return out, lse[..., 0]
+
+    def causal_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `OneSequence`."""
+        no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
+        n = q.shape[2]
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse[..., None], *no_dropout, None, None, None, n, n, 0.0, True, scale=scale
+        )
+        return grads
+
+
+class LongSequences:
+    """Long causal sequences one by one by one kernel, runs of other sequences by another.
+
+    A long sequence is extended to a multiple of some length by whatever follows it in the packed tensor: no query sees what is after it. The
+    queries after its end have the gradient 0, and a log-sum-exp that makes their probabilities 0.
+    """
+
+    def __init__(self, others: Kernel, long: OneSequence, *, least: int = LONG, multiple: int = MULTIPLE) -> None:
+        self._others, self._long, self._least, self._multiple = others, long, least, multiple
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        if not self._has_long(s):
+            return self._others.forward(q, k, v, s, scale)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+        for a, b, run in self._runs(s):
+            if run is None:
+                q_part, k_part, v_part = (self._extended(x, a, b) for x in (q, k, v))
+                part, lse_part = self._long.causal(q_part, k_part, v_part, scale)
+                out[a:b] = part[0].transpose(0, 1)[: b - a]
+                lse[:, a:b] = lse_part[0][:, : b - a]
+            else:
+                out[a:b], lse[:, a:b] = self._others.forward(q[a:b], k[a:b], v[a:b], run, scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        if not self._has_long(s):
+            return self._others.backward(grad, q, k, v, out, lse, s, scale)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for a, b, run in self._runs(s):
+            if run is None:
+                more = -(b - a) % self._multiple
+                q_part, k_part, v_part, out_part = (self._extended(x, a, b) for x in (q, k, v, out))
+                grad_part = pad(grad[a:b], (0, 0, 0, 0, 0, more)).transpose(0, 1)[None]
+                lse_part = pad(lse[:, a:b], (0, more), value=torch.finfo(lse.dtype).max / 2)[None]
+                extended = self._long.causal_backward(grad_part, q_part, k_part, v_part, out_part, lse_part, scale)
+                dq, dk, dv = (x[0].transpose(0, 1)[: b - a] for x in extended)
+            else:
+                queries = grad[a:b], q[a:b], k[a:b], v[a:b], out[a:b]
+                dq, dk, dv = self._others.backward(*queries, lse[:, a:b], run, scale)
+            for total, part in zip(grads, (dq, dk, dv), strict=True):
+                total[a:b] = part
+        return grads
+
+    def _has_long(self, s: Sequences) -> bool:
+        return s.causal and max(s.query_lengths) >= self._least
+
+    def _runs(self, s: Sequences) -> Iterator[tuple[int, int, Sequences | None]]:
+        """The tokens a to b of each long sequence, and of each run of others between them with its own sequences."""
+        first = start = 0
+        for long, group in groupby(s.query_lengths, lambda n: n >= self._least):
+            lengths = tuple(group)
+            if long:
+                for n in lengths:
+                    yield start, start + n, None
+                    start += n
+            else:
+                starts = s.query_starts[first : first + len(lengths) + 1] - s.query_starts[first]
+                run = Sequences(
+                    causal=True, query_lengths=lengths, key_lengths=lengths, query_starts=starts, key_starts=starts
+                )
+                yield start, start + sum(lengths), run
+                start += sum(lengths)
+            first += len(lengths)
+
+    def _extended(self, x: Tensor, a: int, b: int) -> Tensor:
+        """[1, heads, n, d]: the tokens from a to b, and more up to a multiple."""
+        end = a + -(-(b - a) // self._multiple) * self._multiple
+        part = x[a:end] if end <= len(x) else pad(x[a:b], (0, 0, 0, 0, 0, end - b))
+        return part.transpose(0, 1)[None]
 
 
 class _BySequence:
