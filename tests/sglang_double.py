@@ -63,12 +63,12 @@ class Double:
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def start(self, port: int = 0) -> Double:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> Double:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self.handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.5)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        site = web.TCPSite(self._runner, host, port, reuse_address=True)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
         return self

@@ -10,9 +10,9 @@ from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
     "colocate weight_sync update_weight_buffer_size update_weight_disk_dir rollout_num_gpus rollout_num_gpus_per_engine "
-    "rollout_external_engine_addrs engine_python engine_pythonpath"
+    "rollout_external_engine_addrs ray_address engine_python engine_pythonpath"
 ).split()
-_OUR_SERVERS_ONLY = "rollout_num_gpus rollout_num_gpus_per_engine engine_python engine_pythonpath".split()
+_OUR_SERVERS_ONLY = "rollout_num_gpus rollout_num_gpus_per_engine ray_address engine_python engine_pythonpath".split()
 
 
 def check(config: Config, given: Container[str] = FIELDS) -> None:
@@ -180,6 +180,8 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(
                 "--colocate needs servers that are started here; leave out --rollout-external-engine-addrs"
             )
+        if engine.ray_address is not None:
+            _check_ray(config)
         return
     given = [_flag(name) for name in _SGLANG_ONLY if _changed(engine, name)]
     given += [f"--sglang-{name.replace('_', '-')}" for name in config.sglang]
@@ -205,6 +207,22 @@ def _check_schedule(config: Config) -> None:
         )
     if config.rollout.runner_processes > 1:
         raise ConfigError(f"{given} runs episodes in one process; leave out --runner-processes")
+
+
+def _check_ray(config: Config) -> None:
+    """Refuse what does not reach servers on other machines."""
+    engine = config.engine
+    if engine.colocate or engine.weight_sync in ("colocated", "split"):
+        flag = "--colocate" if engine.colocate else f"--weight-sync {engine.weight_sync}"
+        raise ConfigError(
+            f"{flag} reaches servers on this machine only; with --ray-address use --weight-sync disk, its default"
+        )
+    if config.rollout.runner_processes > 1:
+        raise ConfigError(
+            "--runner-processes does not follow servers that move between the nodes of --ray-address; leave one of them out"
+        )
+    if "port" in config.sglang:
+        raise ConfigError("--sglang-port is not used with --ray-address: each server takes a free port of its node")
 
 
 def _check_eval_data(pairs: tuple[str, ...]) -> None:

@@ -600,6 +600,7 @@ ELSEWHERE = {
     "rollout_num_gpus": "needs servers: test_sglang_plan.py",
     "rollout_num_gpus_per_engine": "needs servers: test_sglang_plan.py",
     "rollout_external_engine_addrs": "needs servers: test_settings_of_servers",
+    "ray_address": "needs a cluster: test_ray_servers.py",
     "engine_python": "needs servers: test_sglang_plan.py",
     "engine_pythonpath": "needs servers: test_sglang_plan.py",
     "gateway_idle_s": "of `agentrl gateway`: tests/gateway/test_open_gateway.py",

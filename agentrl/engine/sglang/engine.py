@@ -150,6 +150,12 @@ class SGLangEngine:
         self._asleep = False
         self.starts += 1
 
+    async def move(self, address: str) -> None:
+        """The server was started at another address; call `start` next. Requests in flight fail."""
+        await self.api.close()
+        self.api = ServerApi(address, self.api.timeout_s)
+        self.address = self.api.address
+
     async def health(self) -> EngineInfo:
         """The server's properties and policy version."""
         facts = self.api.facts

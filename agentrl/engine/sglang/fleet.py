@@ -37,10 +37,19 @@ class Fleet:
         members: engines, with their processes if agentrl starts the servers.
         patience_s: how long a generation waits for a ready member. A weight update waits at least `start_timeout_s`.
         start_timeout_s: how long a server may take to start.
+        release: called once, after all our servers have stopped.
     """
 
-    def __init__(self, members: Sequence[Member], *, patience_s: float = 600.0, start_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        patience_s: float = 600.0,
+        start_timeout_s: float = 600.0,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self.members = list(members)
+        self._release = release
         self.policy_version = 0
         self.recovery: RestoreWeights | None = None
         self.causes: dict[str, int] = {}
@@ -91,6 +100,9 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await asyncio.gather(*(m.engine.close() for m in self.members), return_exceptions=True)
         await asyncio.gather(*(m.process.stop() for m in self.members if m.process is not None))
+        if self._release is not None:
+            self._release()
+            self._release = None
         async with self._state_changed:
             self._state_changed.notify_all()
 

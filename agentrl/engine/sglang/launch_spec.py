@@ -35,8 +35,10 @@ class LaunchSpec:
     """SGLang's flags by name without leading dashes; True: a flag without a value, False: omitted"""
 
 
-def check_spec(spec: LaunchSpec, installation: Installation) -> None:
+def check_spec(spec: LaunchSpec, installation: Installation, *, here: bool = True) -> None:
     """Check everything that can be known before a server starts. Warns if the version is untested.
+
+    `here`: the servers run on this machine, whose ports and GPUs are checked too.
 
     Raises:
         ConfigError: the servers could not start.
@@ -45,8 +47,10 @@ def check_spec(spec: LaunchSpec, installation: Installation) -> None:
     check_flags(spec.args, installation)
     if not (spec.model / "config.json").exists():
         raise ConfigError(f"{spec.model} is not a model folder: it has no config.json")
-    _check_port(spec)
-    _check_gpus(spec, _memory_fraction(spec.args))
+    fraction = _memory_fraction(spec.args)
+    if here:
+        _check_port(spec)
+        _check_gpus(spec, fraction)
 
 
 def _check_version(installation: Installation) -> None:
@@ -106,13 +110,15 @@ def _check_gpus(spec: LaunchSpec, memory_fraction: float) -> None:
             )
 
 
-def command_line(spec: LaunchSpec, installation: Installation, number: int, port: int) -> list[str]:
-    """The command that starts server `number`."""
+def command_line(
+    spec: LaunchSpec, installation: Installation, number: int, port: int, *, host: str = "127.0.0.1"
+) -> list[str]:
+    """The command that starts server `number` on the machine where this is called."""
     flags: dict[str, Any] = {
         "model-path": spec.model,
         "dtype": spec.dtype,
         "context-length": spec.context_length + RESERVED,
-        "host": "127.0.0.1",
+        "host": host,
         "port": port,
         "tp-size": spec.gpus_per_engine,
         "skip-server-warmup": True,

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.ray_servers import RayServer
 from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import EngineFailure, Failure
 
@@ -26,7 +27,7 @@ class Member:
     """One server of a fleet."""
 
     engine: SGLangEngine
-    process: ServerProcess | None = None
+    process: ServerProcess | RayServer | None = None
     """None: an external server"""
     state: str = "down"
     """`ready`: up, with the current weights. `stale`: up, with other weights. `down`: anything else."""
@@ -43,6 +44,8 @@ class Member:
         """Wait until the process is ready, and connect."""
         if self.process is not None:
             await self.process.wait_ready(timeout_s)
+            if self.process.address != self.engine.address:
+                await self.engine.move(self.process.address)
         await self.engine.start()
 
     async def revive(self, timeout_s: float, *, may_command: bool) -> None:

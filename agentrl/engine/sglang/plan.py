@@ -18,6 +18,7 @@ from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import Installation, find_installation, gpus
 from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang.members import Member
+from agentrl.engine.sglang.ray_servers import RayServers, check_resources
 from agentrl.engine.sglang.router import servers_at
 from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import ConfigError
@@ -33,6 +34,8 @@ class ServerPlan:
     """external servers; empty: start our own"""
     installation: Installation | None = None
     spec: LaunchSpec | None = None
+    ray_address: str | None = None
+    """the ray cluster on which the servers start; None: this machine"""
     patience_s: float = 600.0
     """how long a generation waits for a ready server"""
 
@@ -71,15 +74,23 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
         memory_saver=e.colocate,
         args=config.sglang,
     )
-    check_spec(spec, installation)
+    check_spec(spec, installation, here=e.ray_address is None)
+    if e.ray_address is not None:
+        check_resources(e.ray_address, spec)
     return ServerPlan(
-        model=model, context_length=context_length, installation=installation, spec=spec, patience_s=patience_s
+        model=model,
+        context_length=context_length,
+        installation=installation,
+        spec=spec,
+        ray_address=e.ray_address,
+        patience_s=patience_s,
     )
 
 
 def sync_kind(e: EngineSettings) -> str:
     """How weights reach the servers: colocated, disk or split."""
-    return e.weight_sync or ("colocated" if e.colocate else "disk" if e.rollout_external_engine_addrs else "split")
+    elsewhere = e.rollout_external_engine_addrs or e.ray_address
+    return e.weight_sync or ("colocated" if e.colocate else "disk" if elsewhere else "split")
 
 
 def _check_sync(e: EngineSettings, addresses: Sequence[str], *, trains: bool) -> None:
@@ -97,6 +108,10 @@ def _check_sync(e: EngineSettings, addresses: Sequence[str], *, trains: bool) ->
     if remote and not folder:
         raise ConfigError(
             f"{remote} is on another machine: name a folder that trainer and servers both see with --update-weight-disk-dir"
+        )
+    if e.ray_address is not None and not folder:
+        raise ConfigError(
+            "--ray-address starts servers on other machines: name a folder that trainer and servers both see with --update-weight-disk-dir"
         )
     if e.colocate and kind == "disk" and gpus():
         raise ConfigError(
@@ -131,6 +146,11 @@ def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
     if plan.spec is None or plan.installation is None:
         return Fleet([Member(_engine(address, plan)) for address in plan.addresses], patience_s=plan.patience_s)
     logs = (run_dir or Path(tempfile.mkdtemp(prefix="agentrl-"))) / "engine"
+    if plan.ray_address is not None:
+        servers = RayServers.reserve(plan.ray_address, plan.spec, plan.installation, logs.absolute())
+        placed = [servers.server(number) for number in range(plan.spec.engines)]
+        members = [Member(_engine(s.address, plan), s) for s in placed]
+        return Fleet(members, patience_s=plan.patience_s, release=servers.release)
     first_port = plan.spec.args.get("port")
     members = []
     for number in range(plan.spec.engines):

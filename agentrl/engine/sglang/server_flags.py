@@ -33,7 +33,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr", "use-ray"),
-        "engines run on this machine; for other machines give --rollout-external-engine-addrs",
+        "an engine runs on one machine; for servers on others give --ray-address or --rollout-external-engine-addrs",
     ),
     **dict.fromkeys(
         ("device", "base-gpu-id", "gpu-id-step"),

@@ -1,0 +1,269 @@
+"""SGLang servers on the nodes of a ray cluster. Each server is the child of one actor, and each actor has a bundle of one placement group.
+
+A server that dies is started again by its actor. If its node died, ray moves the bundle to another node once one has room, and the server
+starts there, at another address. ray is imported only here and only when it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentrl.core.ports import free_port
+from agentrl.engine.sglang.installation import Installation
+from agentrl.engine.sglang.launch_spec import LaunchSpec, command_line
+from agentrl.engine.sglang.server_process import START_TIMEOUT_S, ServerProcess
+from agentrl.errors import ConfigError, EngineFailure
+
+CONNECT_S = 10.0
+PLACE_S = 60.0
+"""How long the cluster may take to reserve what the servers need, if it has enough."""
+EXIT_POLL_S = 0.2
+STOP_S = 90.0
+"""limit of stopping a server, its process tree included"""
+_NOT_PLACED = "http://not-placed.invalid:1"
+
+
+class ServerHost:
+    """The actor's code: one server's process on this node."""
+
+    def __init__(self, spec: LaunchSpec, installation: Installation, log: Path) -> None:
+        self._spec, self._installation, self._log = spec, installation, log
+        self._server: ServerProcess | None = None
+
+    async def start(self) -> str:
+        """Start the process and return the server's address."""
+        import ray
+
+        port, host = free_port(), ray.util.get_node_ip_address()
+        command = command_line(self._spec, self._installation, 0, port, host=host)
+        self._server = ServerProcess(command, self._installation.environment, self._log, f"http://{host}:{port}")
+        self._server.start()
+        return self._server.address
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """See `ServerProcess.wait_ready`."""
+        assert self._server is not None
+        await self._server.wait_ready(timeout_s)
+
+    async def wait_exit(self) -> None:
+        """Return when the process has ended."""
+        while self._server is not None and self._server.alive:  # noqa: ASYNC110  nothing tells when a process ends
+            await asyncio.sleep(EXIT_POLL_S)
+
+    async def stop(self) -> None:
+        """See `ServerProcess.stop`."""
+        if self._server is not None:
+            await self._server.stop()
+
+
+class RayServer:
+    """A server on some node, with the methods of `ServerProcess`. `address` changes when it starts."""
+
+    def __init__(self, servers: RayServers, number: int) -> None:
+        self._servers, self._number = servers, number
+        self.address = _NOT_PLACED
+        self._actor: Any = None
+        self._started: Any = None
+        self._exited: Any = None
+
+    def start(self) -> None:
+        """Ask for the actor and its server; `wait_ready` waits for both."""
+        self._actor = self._servers.make_actor(self._number)
+        self._started = self._actor.start.remote()
+        self._exited = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, as far as the cluster has reported."""
+        import ray
+
+        if self._actor is None:
+            return False
+        return self._exited is None or not ray.wait([self._exited], timeout=0)[0]
+
+    async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until a node has room for the server and it answers /health.
+
+        Raises:
+            EngineFailure: it died, its node died, or it was not ready in time.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        self.address = await self._result(self._started, timeout_s)
+        self._exited = self._actor.wait_exit.remote()
+        left_s = max(1.0, deadline - asyncio.get_running_loop().time())
+        await self._result(self._actor.wait_ready.remote(left_s), left_s + CONNECT_S)
+
+    async def stop(self) -> None:
+        """End the server and its actor. Idempotent.
+
+        Raises:
+            EngineFailure: the process does not end although it was killed.
+        """
+        import ray
+
+        if self._actor is None:
+            return
+        actor, self._actor = self._actor, None
+        try:
+            await self._result(actor.stop.remote(), STOP_S)
+        except EngineFailure as e:
+            if e.cause == "engine: server does not end":
+                raise
+        finally:
+            ray.kill(actor)
+
+    async def _result(self, reference: Any, timeout_s: float) -> Any:
+        """The value of a call to the actor; whatever went wrong is an EngineFailure."""
+        import ray
+
+        where = f"server {self._number} of the ray cluster ({self.address})"
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+        except TimeoutError:
+            raise EngineFailure(
+                f"{where} was not ready within {timeout_s:g} s: no node has room for it, or its node does not answer",
+                "engine: timeout",
+            ) from None
+        except ray.exceptions.RayTaskError as e:
+            raise (
+                e.cause if isinstance(e.cause, EngineFailure) else EngineFailure(f"{where}: {e}", "engine: server died")
+            ) from e
+        except ray.exceptions.RayError as e:
+            raise EngineFailure(f"{where}: its actor or its node died: {str(e)[:300]}", "engine: server died") from e
+
+
+@dataclass(eq=False, kw_only=True)
+class RayServers:
+    """The place of a run's servers in a ray cluster."""
+
+    spec: LaunchSpec
+    installation: Installation
+    logs: Path
+    """folder of the logs, on each server's own node"""
+    group: Any
+    """the placement group; one bundle for each server"""
+
+    @classmethod
+    def reserve(cls, address: str, spec: LaunchSpec, installation: Installation, logs: Path) -> RayServers:
+        """Connect to the cluster and reserve what the servers need.
+
+        Args:
+            address: As of `--ray-address`.
+            spec: The servers.
+            installation: SGLang, which each node has at the same path.
+            logs: Folder of the logs on each node.
+
+        Raises:
+            ConfigError: ray is missing, the cluster does not answer, or has too little.
+        """
+        connect(address)
+        import ray
+
+        bundle = bundle_of(spec)
+        group = ray.util.placement_group([bundle] * spec.engines, strategy="SPREAD")
+        if not group.wait(timeout_seconds=PLACE_S):
+            ray.util.remove_placement_group(group)
+            raise ConfigError(
+                f"the ray cluster did not reserve {spec.engines} × {bundle} within {PLACE_S:g} s: other jobs hold its resources; "
+                f"available now: {_resources(ray.available_resources())}"
+            )
+        return cls(spec=replace(spec, first_gpu=0), installation=installation, logs=logs, group=group)
+
+    def make_actor(self, number: int) -> Any:
+        """A new actor in bundle `number`; it waits while no node has the bundle."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = bundle_of(self.spec)
+        place = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=number)
+        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+        actor = ray.remote(ServerHost).options(**options)
+        return actor.remote(self.spec, self.installation, self.logs / f"engine{number}.log")
+
+    def server(self, number: int) -> RayServer:
+        """Server `number`, not started."""
+        return RayServer(self, number)
+
+    def release(self) -> None:
+        """Give the reserved resources back; idempotent."""
+        import ray
+
+        if ray.is_initialized():
+            ray.util.remove_placement_group(self.group)
+
+
+def connect(address: str) -> None:
+    """Connect this process to a ray cluster, or start one on this machine (`local`). Does nothing if it is connected.
+
+    Raises:
+        ConfigError: ray is missing, or no cluster answers.
+    """
+    try:
+        import ray
+    except ImportError as e:
+        raise ConfigError("--ray-address needs ray: pip install 'agentrl[ray]'") from e
+    if ray.is_initialized():
+        return
+    _check_reachable(address)
+    quiet = {
+        "log_to_driver": False,
+        "logging_level": "error",
+        "include_dashboard": False if address == "local" else None,
+    }
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        raise ConfigError(f"--ray-address {address}: no ray cluster answers ({str(e)[:200]})") from e
+
+
+def check_resources(address: str, spec: LaunchSpec) -> None:
+    """Refuse servers for which the cluster has too little, however idle it is.
+
+    Raises:
+        ConfigError: it has too little, or does not answer.
+    """
+    connect(address)
+    import ray
+
+    bundle, total = bundle_of(spec), ray.cluster_resources()
+    for name, amount in bundle.items():
+        needed = amount * spec.engines
+        if total.get(name, 0) < needed:
+            raise ConfigError(
+                f"{spec.engines} engines need {needed:g} {name}s; the ray cluster at {address} has {_resources(total)}"
+            )
+
+
+def bundle_of(spec: LaunchSpec) -> dict[str, float]:
+    """What one server takes of a node: its GPUs, and a CPU. A cluster without GPUs runs servers on CPUs."""
+    import ray
+
+    gpus = {"GPU": float(spec.gpus_per_engine)} if ray.cluster_resources().get("GPU") else {}
+    return {"CPU": 1.0, **gpus}
+
+
+def _check_reachable(address: str) -> None:
+    """ray.init would wait for minutes where nobody listens."""
+    if address in ("auto", "local"):
+        return
+    parts = urlsplit(address if "://" in address else f"ray-gcs://{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise ConfigError(f"--ray-address takes auto, local or HOST:PORT, found {address!r}")
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as e:
+        raise ConfigError(f"--ray-address {address}: no ray cluster answers ({e})") from e
+
+
+def _resources(total: Mapping[str, float]) -> str:
+    return ", ".join(f"{total.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))

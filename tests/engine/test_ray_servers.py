@@ -1,0 +1,206 @@
+"""Servers on the nodes of a ray cluster: a genuine cluster of several raylets on this machine, with scripted servers."""
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from doubles import until, weights
+
+from agentrl.config import build_config
+from agentrl.core.child_process import process_exists
+from agentrl.core.ports import free_port
+from agentrl.engine.base import SamplingParams
+from agentrl.engine.sglang import ray_servers
+from agentrl.engine.sglang.installation import Installation
+from agentrl.engine.sglang.plan import make_fleet, plan_servers
+from agentrl.errors import ConfigError
+
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
+FIVE = SamplingParams(5)
+PROGRAM = """#!{python}
+import asyncio, os, pathlib, sys
+sys.path.insert(0, {tests!r})
+from sglang_double import Double
+flags = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+async def main():
+    await Double().start(int(flags["--port"]), flags["--host"])
+    pathlib.Path({pids!r}, flags["--port"]).write_text(str(os.getpid()))
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+"""what `python -m sglang.launch_server --port P --host H …` would be"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without CPUs and two nodes of one CPU each, one server's worth."""
+    cluster = _start_cluster()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def _start_cluster(attempts=3):
+    """Try again: a busy machine may exceed the time in which a node must start."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=0, include_dashboard=False)
+        cluster.nodes_of_one_cpu = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    except Exception as e:
+        cluster.shutdown()
+        if attempts == 1 or "timed out during startup" not in str(e):
+            raise
+        return _start_cluster(attempts - 1)
+    return cluster
+
+
+@pytest.fixture
+def settings(cluster, tmp_path, monkeypatch):
+    """The flags of a run whose servers are scripted, and the folder with the servers' process ids by port."""
+    pids, program = tmp_path / "pids", tmp_path / "python"
+    pids.mkdir()
+    tests = str(Path(__file__).parents[1])
+    program.write_text(PROGRAM.format(python=sys.executable, tests=tests, pids=str(pids)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    installation = Installation(python=program, version="0.5.23")
+    monkeypatch.setattr("agentrl.engine.sglang.plan.find_installation", lambda *_: installation)
+    monkeypatch.setattr("agentrl.engine.sglang.launch_spec.check_flags", lambda *_: None)
+    return {"engine": "sglang", "ray_address": cluster.address, "update_weight_disk_dir": str(tmp_path)}, pids
+
+
+def plan(settings, **more):
+    return plan_servers(build_config({**settings, **more}), MODEL, 128, trains=True)
+
+
+def nodes_of_servers():
+    """The node of each reserved bundle."""
+    groups = ray.util.placement_group_table().values()
+    return [node for g in groups if g["state"] == "CREATED" for node in g["bundles_to_node_id"].values()]
+
+
+def pid_of(pids, engine):
+    return int((pids / engine.address.rpartition(":")[2]).read_text())
+
+
+async def test_each_server_is_on_a_node_of_its_own_and_a_killed_one_is_started_again(settings, tmp_path):
+    given, pids = settings
+    fleet = make_fleet(await asyncio.to_thread(plan, given, rollout_num_gpus=2), tmp_path / "run")
+    await fleet.start()
+    try:
+        first, second = (m.engine for m in fleet.members)
+        assert (tmp_path / "run/engine/engine0.log").exists()
+        assert first.address != second.address
+        nodes = nodes_of_servers()
+        assert len(set(nodes)) == 2
+        manifest = weights(tmp_path / "w")
+        await fleet.update_weights(manifest, 4)
+        fleet.recovery = lambda engine: _restore(engine, manifest, 4)
+        killed = pid_of(pids, first)
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: fleet.members[0].restarts == 1 and fleet.members[0].state == "ready", within_s=60)
+        assert fleet.causes == {"engine: server died": 1}
+        answers = await asyncio.gather(*(fleet.generate([1], FIVE, session=s) for s in "ab"))
+        assert [a.policy_version for a in answers] == [4, 4]
+    finally:
+        await fleet.close()
+    assert not any(process_exists(int(p.read_text())) for p in pids.iterdir())
+    await until(lambda: ray.available_resources().get("CPU") == 2)  # what was reserved is given back
+
+
+async def _restore(engine, manifest, version):
+    await engine.update_weights(manifest, version)
+    return True
+
+
+async def test_a_server_whose_node_dies_starts_on_another_node_with_the_current_weights(cluster, settings, tmp_path):
+    given, _ = settings
+    fleet = make_fleet(await asyncio.to_thread(plan, given), tmp_path / "run")
+    await fleet.start()
+    try:
+        manifest = weights(tmp_path / "w")
+        await fleet.update_weights(manifest, 2)
+        fleet.recovery = lambda engine: _restore(engine, manifest, 2)
+        before = fleet.members[0].engine.address
+        (holder,) = nodes_of_servers()
+        (node,) = [n for n in cluster.nodes_of_one_cpu if n.node_id == holder]
+        await asyncio.to_thread(cluster.remove_node, node)
+        cluster.nodes_of_one_cpu.remove(node)
+        await until(lambda: fleet.members[0].restarts >= 1 and fleet.members[0].state == "ready", within_s=90)
+        assert fleet.members[0].engine.address != before
+        assert (await fleet.generate([1], FIVE, session="a")).policy_version == 2
+    finally:
+        await fleet.close()
+        cluster.nodes_of_one_cpu.append(cluster.add_node(num_cpus=1))
+
+
+def test_more_servers_than_the_cluster_has_room_for_are_refused_before_any_starts(settings):
+    with pytest.raises(ConfigError, match=r"^3 engines need 3 CPUs; the ray cluster at .* has 2 CPUs, 0 GPUs$"):
+        plan(settings[0], rollout_num_gpus=3)
+
+
+def test_a_cluster_whose_room_others_hold_is_refused_with_what_is_free(settings, monkeypatch, tmp_path):
+    given, _ = settings
+    monkeypatch.setattr(ray_servers, "PLACE_S", 1.0)
+    planned = plan(given, rollout_num_gpus=2)
+    held = ray.util.placement_group([{"CPU": 1}])
+    assert held.wait(30)
+    try:
+        with pytest.raises(
+            ConfigError,
+            match=r"did not reserve 2 × .* within 1 s: other jobs hold its resources; available now: 1 CPUs",
+        ):
+            make_fleet(planned, tmp_path)
+    finally:
+        ray.util.remove_placement_group(held)
+
+
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [
+        (f"127.0.0.1:{free_port()}", r"--ray-address 127\.0\.0\.1:\d+: no ray cluster answers"),
+        ("nowhere", "--ray-address takes auto, local or HOST:PORT, found 'nowhere'"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_refused_at_once(monkeypatch, address, error):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=error):
+        ray_servers.connect(address)
+
+
+def test_without_ray_the_error_has_the_pip_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[ray\]'"):
+        ray_servers.connect("auto")
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"colocate": True}, "--colocate reaches servers on this machine only"),
+        ({"weight_sync": "split"}, "--weight-sync split reaches servers on this machine only"),
+        ({"runner_processes": 2}, "--runner-processes does not follow servers that move"),
+        ({"sglang": {"port": 30000}}, "--sglang-port is not used with --ray-address"),
+        ({"rollout_external_engine_addrs": ["h:1"]}, "--ray-address has no effect on servers that already run"),
+        ({"engine": "local"}, "--ray-address needs --engine sglang"),
+    ],
+)
+def test_what_does_not_reach_servers_on_other_machines_is_refused(more, error):
+    with pytest.raises(ConfigError, match=error):
+        build_config({"engine": "sglang", "ray_address": "auto", **more})
+
+
+def test_servers_on_other_machines_need_a_folder_for_weights(settings):
+    given = {k: v for k, v in settings[0].items() if k != "update_weight_disk_dir"}
+    with pytest.raises(
+        ConfigError, match="name a folder that trainer and servers both see with --update-weight-disk-dir"
+    ):
+        plan(given)
