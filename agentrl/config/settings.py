@@ -76,6 +76,11 @@ class RunSettings:
     """link to create, to the folder of the recorded episodes (default: none)
 
     Every episode is recorded in episodes/ of the run folder in any case. `agentrl train --load-debug-rollout-data PATH` trains on them."""
+    async_save: bool = False
+    """write checkpoints while the next rollout is played
+
+    The trainer's state is copied to host memory first. The checkpoint is complete before the next optimizer step; until then a run that is killed
+    resumes from the one before."""
     keep_checkpoints: Annotated[int, Field(ge=0)] = 2
     """checkpoints to keep, newest first; 0: keep all"""
     tensorboard: bool = True

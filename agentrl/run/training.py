@@ -7,7 +7,7 @@ import functools
 import logging
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,8 @@ class TrainingRun(EpisodeRun):
         self.rates: dict[str, float] = {}
         """tokens per second, MFU and memory of the last optimizer steps"""
         self._trainer: Trainer | None = None
+        self._saving: asyncio.Task[Path] | None = None
+        """the checkpoint that is being written (--async-save)"""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See `EpisodeRun.check_state`; the schedule must be the checkpoint's."""
@@ -152,6 +154,7 @@ class TrainingRun(EpisodeRun):
     async def optimize(self, step: int, groups: Sequence[Group]) -> StageReport:
         """Compute advantages and rows, and take `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
+        await self.complete_save()
         settings = self.config.train
         await self.weights.yield_gpu(self.trainer)
         if self.critic is not None:
@@ -242,15 +245,34 @@ class TrainingRun(EpisodeRun):
             "report": self.report.state_dict(),
             **({"schedule": schedule} if schedule is not None else {}),
         }
+        await self.complete_save()
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
-        await asyncio.to_thread(self.folder.save, step, state, self.save_trainer, files)
+        if not self.config.run.async_save:
+            await asyncio.to_thread(self.folder.save, step, state, self.save_trainer, files)
+            await self.weights.reclaim_gpu(self.trainer)
+            return
+        complete = await asyncio.to_thread(self.folder.begin_save, step, state, self.begin_save_trainer, files)
         await self.weights.reclaim_gpu(self.trainer)
+        self._saving = asyncio.create_task(asyncio.to_thread(complete))
+
+    async def complete_save(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
 
     def save_trainer(self, path: Path) -> None:
         """Write the trainer's checkpoint, and the critic's into its folder `critic`."""
         self.trainer.save(path)
         if self.critic is not None:
             self.critic.save(path / CRITIC)
+
+    def begin_save_trainer(self, path: Path) -> Callable[[], None]:
+        """Start what `save_trainer` writes; the function that is returned completes it. The critic's part is written at once."""
+        complete = self.trainer.begin_save(path)
+        if self.critic is not None:
+            self.critic.save(path / CRITIC)
+        return complete
 
     def load_trainer(self, path: Path) -> None:
         """Read what `save_trainer` wrote."""
@@ -261,7 +283,8 @@ class TrainingRun(EpisodeRun):
             self.critic.offload()
 
     async def finish(self) -> None:
-        """Export the weights, then finish the report."""
+        """Complete the checkpoint and export the weights, then finish the report."""
+        await self.complete_save()
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
         await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
         self.finish_report()
@@ -280,6 +303,8 @@ class TrainingRun(EpisodeRun):
             await asyncio.to_thread(self.critic.close)
         if self.teachers is not None:
             await self.teachers.close()
+        if self._saving is not None:  # its ranks are gone, so it ends, and what it wrote is removed
+            await asyncio.gather(self._saving, return_exceptions=True)
         self.weights.close()
 
     def eval_due(self, step: int) -> bool:

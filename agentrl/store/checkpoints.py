@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,10 @@ _LINES = ("metrics", "timings")
 _CHUNK = 1 << 20
 
 
+SaveTrainer = Callable[[Path], Callable[[], None] | None]
+"""Writes the trainer's part of a checkpoint; returns None, or a function that completes it."""
+
+
 class ResumePoint(NamedTuple):
     """Where a run resumes."""
 
@@ -44,27 +49,47 @@ class ResumePoint(NamedTuple):
     """what is wrong with each later checkpoint, which is therefore not used"""
 
 
-def write_checkpoint(
+def begin_checkpoint(
     run: Path,
     step: int,
     state: Mapping[str, Any],
     positions: Mapping[str, Any],
-    save_trainer: Callable[[Path], Any],
+    save_trainer: SaveTrainer,
     files: Mapping[str, bytes],
-) -> Path:
-    """Write a checkpoint. `positions` are those of the run's files, which must be synced to disk; `files` are further ones, by name."""
+) -> Callable[[], Path]:
+    """Start a checkpoint of the run as it is now; the function that is returned completes it.
+
+    Args:
+        run: the run folder. Its files may grow before the checkpoint is complete.
+        step: number of rollouts so far.
+        state: the counters.
+        positions: those of the run's files, which must be synced to disk.
+        save_trainer: writes the trainer's part into a new folder; see `SaveTrainer`.
+        files: further files, by name.
+    """
     checkpoint = run / "checkpoints" / f"{step:06d}"
-    with new_folder(checkpoint) as temporary:
-        save_trainer(temporary / "trainer")
+    with ExitStack() as guard:
+        temporary = guard.enter_context(new_folder(checkpoint))
+        finish_trainer = save_trainer(temporary / "trainer")
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-        sync_tree(temporary)
-        lines = {f"{name}_checksum": _checksum(run / f"{name}.jsonl", positions[f"{name}_bytes"]) for name in _LINES}
         sizes = {"episodes_sizes": [file.stat().st_size for file in data_files(run / "episodes")]}
-        whole = {**state, **positions, **lines, **sizes, "files": _files(temporary)}
-        whole["checksum"] = _state_checksum(whole)
-        (temporary / "state.json").write_bytes(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
-    return checkpoint
+        writing = guard.pop_all()
+
+    def finish() -> Path:
+        with writing:
+            if finish_trainer is not None:
+                finish_trainer()
+            sync_tree(temporary)
+            lines = {
+                f"{name}_checksum": _checksum(run / f"{name}.jsonl", positions[f"{name}_bytes"]) for name in _LINES
+            }
+            whole = {**state, **positions, **lines, **sizes, "files": _files(temporary)}
+            whole["checksum"] = _state_checksum(whole)
+            (temporary / "state.json").write_bytes(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
+        return checkpoint
+
+    return finish
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from agentrl.core.atomic_write import new_file, new_folder, sync
 from agentrl.core.child_process import process_exists
 from agentrl.core.name_syntax import split_object
 from agentrl.errors import ConfigError
-from agentrl.store.checkpoints import can_resume, remove_old, set_aside_after, write_checkpoint
+from agentrl.store.checkpoints import SaveTrainer, begin_checkpoint, can_resume, remove_old, set_aside_after
 from agentrl.store.episode_files import EpisodeWriter, data_files, truncate
 from agentrl.store.file_lock import is_locked
 from agentrl.store.json_lines import JsonLines
@@ -100,10 +100,20 @@ class RunFolder:
         self,
         step: int,
         state: Mapping[str, Any],
-        save_trainer: Callable[[Path], Any],
+        save_trainer: SaveTrainer,
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
         """Write a checkpoint, with `files` in it. It appears complete or not at all, so a crash leaves the previous one."""
+        return self.begin_save(step, state, save_trainer, files)()
+
+    def begin_save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        save_trainer: SaveTrainer,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Callable[[], Path]:
+        """Start a checkpoint of the run as it is now; the function that is returned completes it, and then removes old ones."""
         for part in (self.metrics, self.timings, self.episodes):
             part.sync()
         sync(self.path)
@@ -112,9 +122,14 @@ class RunFolder:
             "timings_bytes": self.timings.position(),
             "episodes_position": self.episodes.position(),
         }
-        checkpoint = write_checkpoint(self.path, step, state, positions, save_trainer, files or {})
-        remove_old(self.path, self.config.run.keep_checkpoints)
-        return checkpoint
+        complete = begin_checkpoint(self.path, step, state, positions, save_trainer, files or {})
+
+        def finish() -> Path:
+            checkpoint = complete()
+            remove_old(self.path, self.config.run.keep_checkpoints)
+            return checkpoint
+
+        return finish
 
     def export(self, write: Callable[[Path], Any]) -> None:
         """Call `write` with a new folder of weights, then put it in the place of `hf/`, which this run may have written before."""

@@ -6,7 +6,7 @@ weight × loss and nothing else, so any split into micro-batches, data parallel 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -219,6 +219,12 @@ class Trainer(Protocol):
 
     def save(self, path: Path) -> None:
         """Write model, optimizer and random state into the new folder `path` (distributed checkpoint)."""
+
+    def begin_save(self, path: Path) -> Callable[[], None]:
+        """Start to write what `save` writes into the new folder `path`, from a copy of the state in host memory.
+
+        Returns a function that waits until it is written; the folder is complete only then. Other methods work in between, and change nothing of it.
+        """
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote. Training then continues bit-exactly."""

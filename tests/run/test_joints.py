@@ -76,6 +76,11 @@ class NotingTrainer:
         self.saved += 1
         path.mkdir(parents=True)
 
+    def begin_save(self, path):
+        self.save(path)
+        self.events.append("save begun")
+        return lambda: self.events.append("save complete")
+
     def export_weights(self, path):
         path.mkdir(parents=True)
 
@@ -551,6 +556,7 @@ CASES = [
     Case("max_tokens_per_gpu", 512, trainer("micro_batch_tokens"), 512),
     Case("tree_packing", False, trainer("tree_packing"), False),
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
+    Case("async_save", True, lambda s: [e for e in s.trainer.events if "save" in e], ["save begun", "save complete"]),
     Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
     # evaluation

@@ -10,7 +10,7 @@ from agentrl import __version__
 from agentrl.config import build_config
 from agentrl.errors import StoreError
 from agentrl.store import Recording
-from agentrl.store.checkpoints import checkpoints, last_checkpoint, read_state
+from agentrl.store.checkpoints import checkpoints, last_checkpoint, read_state, verified_state
 from agentrl.store.run_folder import RunFolder
 
 
@@ -198,3 +198,25 @@ def test_files_are_synced_before_the_rename(run, config, monkeypatch):
     assert max(map(before.index, records)) < min(map(before.index, inside))
     assert before.index(inside[1]) < before.index(inside[3])
     assert calls[renamed + 1] == ("sync", str(run / "checkpoints"))
+
+
+def test_a_checkpoint_that_is_being_written_is_none_until_it_is_complete(config):
+    """The run goes on meanwhile: its files grow, which the checkpoint does not contain."""
+    folder = RunFolder.create(config, __version__, resumable=True)
+    play(folder, [1])
+    complete = folder.begin_save(2, {"step": 2}, lambda path: lambda: trainer(2)(path))
+    assert [c.name for c in checkpoints(folder.path)] == ["000001"]
+    folder.metrics.write({"step": 1})
+    folder.episodes.write(trajectory(), split="train", step=1)
+    checkpoint = complete()
+    assert [c.name for c in checkpoints(folder.path)] == ["000001", "000002"]
+    assert verified_state(folder.path, checkpoint)["metrics_bytes"] < folder.metrics.position()
+
+    def fail():
+        raise OSError("disk full")
+
+    failing = folder.begin_save(3, {"step": 3}, lambda path: fail if trainer(3)(path) is None else None)
+    with pytest.raises(OSError, match="disk full"):
+        failing()
+    assert {c.name for c in (folder.path / "checkpoints").iterdir()} == {"000001", "000002"}, "nothing is left of it"
+    folder.close()

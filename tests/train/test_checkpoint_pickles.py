@@ -3,6 +3,7 @@
 import io
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from agentrl.errors import StoreError  # noqa: E402
+from agentrl.train.megatron.checkpoint_model import require_model, write_model  # noqa: E402
 from agentrl.train.megatron.checkpoint_pickles import require_safe  # noqa: E402
+from agentrl.train.megatron.model_config import ModelConfig, Rope  # noqa: E402
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "run" / "checkpoints" / "000002" / "trainer"
 
@@ -90,6 +93,32 @@ def test_a_truncated_pickle_is_an_error(folder, name, share):
     (folder / name).write_bytes(content[: int(share * len(content))])
     with pytest.raises(StoreError, match=name):
         require_safe(folder)
+
+
+def test_a_missing_or_short_file_of_tensors_is_named(folder):
+    (file, *_) = sorted(folder.glob("*.distcp"))
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StoreError, match=rf"{file.name} is too short: '.*' ends at byte \d+"):
+        require_safe(folder)
+    file.unlink()
+    with pytest.raises(StoreError, match=rf"has no file {file.name}, which holds '"):
+        require_safe(folder)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    (tmp_path / ".metadata").touch()
+    shape = {"hidden_size": 64, "num_layers": 2}
+    model = ModelConfig(transformer=shape, vocab_size=97, max_positions=128, tied=True, rope=Rope(10000.0))
+    require_model(tmp_path, model)  # an older checkpoint has no model.json
+    write_model(tmp_path, model)
+    require_model(tmp_path, model)
+    wider = replace(model, transformer={**shape, "hidden_size": 128})
+    with pytest.raises(StoreError, match="saved from another model: its hidden_size is 64, that of this model 128"):
+        require_model(tmp_path, wider)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(StoreError, match=r"not a complete checkpoint of the trainer: it has no file \.metadata"):
+        require_model(tmp_path, model)
 
 
 def test_a_missing_metadata_file_is_an_error(folder):

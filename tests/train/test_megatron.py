@@ -177,9 +177,10 @@ def test_a_resumed_run_continues_bit_exactly(tmp_path, settings, world):
     with start(model, tmp_path / "a", **options) as trainer:
         for lr in (1e-2, 2e-2):
             trainer.step(rows, LossConfig(), lr)
-        trainer.save(tmp_path / "checkpoint")
+        complete = trainer.begin_save(tmp_path / "checkpoint")  # written while the trainer goes on
         marks = [trainer.export_weights(tmp_path / "saved").fingerprint]
         metrics = [numbers(trainer, rows, lr) for lr in (1e-2, 5e-3, 2e-3)]
+        complete()
         marks.append(trainer.export_weights(tmp_path / "went-on").fingerprint)
         assert marks[0] != marks[1]
         trainer.offload()  # nothing where there is no GPU

@@ -7,7 +7,9 @@ which every parameter's update would advance.
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from agentrl.train.megatron.checkpoint_pickles import require_safe
@@ -26,11 +29,50 @@ from agentrl.train.megatron.model import Built
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
-def save(built: Built, path: Path, steps: int) -> None:
-    """Write a checkpoint into the empty folder `path`; called on all ranks."""
-    state = _state(built, loading=False)
-    state |= {"generators": _sharded_generators(), "steps": steps, "layout": _layout()}
-    dist_checkpointing.save(state, str(path))
+class PendingSave:
+    """A checkpoint that a thread of this rank writes from a copy of the state, which may change at once."""
+
+    def __init__(self, built: Built, path: Path, steps: int) -> None:
+        """Copy the state to host memory and start to write it into the empty folder `path`; called on all ranks."""
+        state = _state(built, loading=False)
+        state |= {"generators": _sharded_generators(), "steps": steps, "layout": _layout()}
+        self._request = dist_checkpointing.save(state, str(path), async_sharded_save=True)
+        self._thread: threading.Thread | None = None
+        if self._request.async_fn is not None:
+            _, buckets, results = self._request.async_fn_args
+            transforms = self._request.async_fn.args[0]
+            arguments = (transforms, [_copied(bucket) for bucket in buckets], results)
+            self._thread = threading.Thread(target=_write, args=arguments, daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and write the metadata; called on all ranks.
+
+        Raises:
+            CheckpointException: a file could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        torch.distributed.barrier()
+        for finalize in self._request.finalize_fns:
+            finalize()
+
+
+def _copied(bucket: Any) -> Any:
+    file, key, (objects, tensors) = bucket
+    return file, key, (objects, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors])
+
+
+def _write(transforms: Any, buckets: list[Any], results: Any) -> None:
+    """Write the files of a rank, one after the other, as megatron's writer processes do, and report to `results`."""
+    written: queue.Queue[Any] = queue.Queue()
+    started: queue.Queue[int] = queue.Queue()
+    for number, bucket in enumerate(buckets):
+        started.put(number)
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, started, use_fsync=True)
+    outcomes = dict(written.get() for _ in buckets)
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+    results.put(errors[0] if errors else outcomes)
 
 
 def load(built: Built, path: Path) -> int:

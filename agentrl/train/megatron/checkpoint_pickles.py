@@ -43,10 +43,10 @@ _DAMAGE = (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeEr
 
 
 def require_safe(folder: Path) -> None:
-    """Check every pickle in a checkpoint.
+    """Check that a checkpoint has all its files, and every pickle in it.
 
     Raises:
-        StoreError: one names something that checkpoints do not hold, or is damaged.
+        StoreError: a file is missing or too short; a pickle names something that checkpoints do not hold, or is damaged.
     """
     metadata = _metadata(folder / ".metadata")
     for file in (folder / "common.pt", *folder.glob("*.pt")):
@@ -56,6 +56,10 @@ def require_safe(folder: Path) -> None:
         file = folder / place.relative_path
         if Path(place.relative_path).name != place.relative_path:
             raise StoreError(f"{folder / '.metadata'} refers to a file outside the checkpoint: {place.relative_path!r}")
+        if not file.is_file():
+            raise StoreError(f"the checkpoint {folder} has no file {place.relative_path}, which holds {index.fqn!r}")
+        if file.stat().st_size < place.offset + place.length:
+            raise StoreError(f"{file} is too short: {index.fqn!r} ends at byte {place.offset + place.length}")
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             if getattr(place, "transform_descriptors", None):
                 raise StoreError(f"{file}: the object {index.fqn!r} is compressed, which agentrl does not write")

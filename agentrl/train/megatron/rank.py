@@ -73,6 +73,7 @@ class TrainerRank:
         """optimizer steps so far"""
         self._offloader = Offloader(self.built) if gpu else None
         self._sender = Sender(self.built, self.device)
+        self._pending_save: checkpoint.PendingSave | None = None
 
     def log_probs(self, share: Share, reference: bool, trained_only: bool) -> list[Any] | None:
         """(log-probs of the chosen tokens, their places) of each micro-batch, see `MicroBatch`; None on ranks that do not report."""
@@ -148,10 +149,17 @@ class TrainerRank:
         self._sync_params()
         return getattr(self._sender, action)(**arguments)
 
-    def save(self, path: Path) -> None:
-        """Write a distributed checkpoint into the empty folder `path`."""
+    def begin_save(self, path: Path) -> None:
+        """Copy the state, and start to write a distributed checkpoint into the empty folder `path`."""
         self._sync_params()
-        checkpoint.save(self.built, path, self.steps)
+        self._pending_save = checkpoint.PendingSave(self.built, path, self.steps)
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that `begin_save` started."""
+        if self._pending_save is None:
+            raise RuntimeError("no checkpoint is being written")
+        pending, self._pending_save = self._pending_save, None
+        pending.finish()
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote."""

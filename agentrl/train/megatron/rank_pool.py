@@ -121,7 +121,7 @@ class RankPool:
 
         Raises:
             WorkerError: a rank died, raised, or did not answer in time. All ranks are stopped.
-            UsageError: a rank refused what a user wrote. All ranks are stopped.
+            UsageError, StoreError: a rank refused what a user wrote, or a checkpoint. All ranks are stopped.
         """
         with self._lock:
             if not self.connections:

@@ -1,7 +1,7 @@
 """One trainer rank as a process: `python -m agentrl.train.megatron.rank_process FD PARENT`, started by rank_pool.py.
 
 It receives (command, keyword arguments) over the inherited socket FD, "start" with a `RankSetup` first, and answers each with ("ok", result),
-("usage", UsageError) or ("error", traceback). It ends when the socket closes, and whenever its parent is gone.
+("usage", UsageError or StoreError) or ("error", traceback). It ends when the socket closes, and whenever its parent is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agentrl.core.child_process import exit_now, exit_with_parent
-from agentrl.errors import UsageError
+from agentrl.errors import StoreError, UsageError
 from agentrl.train.megatron.rank_pool import RankSetup
 
 
@@ -73,7 +73,7 @@ def serve(connection: Connection) -> None:
                 reply = ("ok", rank.info)
             else:
                 reply = ("ok", getattr(rank, command)(**arguments))
-        except UsageError as e:
+        except (UsageError, StoreError) as e:
             reply = ("usage", e)
         except BaseException:  # noqa: BLE001, the controller raises it; torch's CheckpointException is not an Exception
             reply = ("error", traceback.format_exc())

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreError
 from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
+from agentrl.train.megatron.checkpoint_model import require_model, write_model
 from agentrl.train.megatron.megatron_settings import check_tree, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup
@@ -189,12 +190,27 @@ class MegatronTrainer:
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         with new_folder(path) as folder:
-            self._request("save", path=folder)
+            self._begin_save(folder)()
+
+    def begin_save(self, path: Path) -> Callable[[], None]:
+        """See `Trainer.begin_save`."""
+        path.mkdir(parents=True)
+        return self._begin_save(path)
+
+    def _begin_save(self, folder: Path) -> Callable[[], None]:
+        self._request("begin_save", path=folder)
+
+        def finish() -> None:
+            self._request("finish_save")
+            write_model(folder, self._shape)
+
+        return finish
 
     def load(self, path: Path) -> None:
         """See `Trainer.load`."""
         if not path.is_dir():
             raise StoreError(f"there is no checkpoint at {path}")
+        require_model(path, self._shape)
         self._request("load", path=path)
 
     def offload(self) -> None:
