@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -169,7 +170,8 @@ class My(Env):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Makes folders with an environment and its modules; what they import is forgotten afterwards."""
-    monkeypatch.setattr(sys, "path", sys.path[:])
+    others = [entry for entry in sys.path if (Path(entry) / "my_env.py").exists()]  # of tests that ran before
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in others])
     monkeypatch.setattr(registry_module, "_code_folders", set())
     before = set(sys.modules)
 
