@@ -21,6 +21,7 @@ from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailure
 from agentrl.rollout import process_pool as runners
 from agentrl.run.components import Components
 from agentrl.run.evaluation import evaluate_only
+from agentrl.run.progress import Progress
 from agentrl.run.rollouts import EpisodeRun, rollout_only
 from agentrl.store import read_records
 
@@ -164,16 +165,13 @@ async def test_concurrency_is_limited_over_all_processes(settings, servers, monk
     run = EpisodeRun(Components(settings("slow", 2), trains=False), echo=lambda text: None)
     behind = 0
 
-    class Slow:
-        def update(self):
-            nonlocal behind
-            asked = sum(len(p.pending) for p in run.collector.processes._processes)
-            behind = max(behind, asked)
-            time.sleep(0.01)  # the controller is slow, the processes are not
+    def episode_done(self):
+        nonlocal behind
+        asked = sum(len(p.pending) for p in run.collector.processes._processes)
+        behind = max(behind, asked)
+        time.sleep(0.01)  # the controller is slow, the processes are not
 
-        def close(self): ...
-
-    monkeypatch.setattr(run.report, "progress", lambda *_: Slow())
+    monkeypatch.setattr(Progress, "episode_done", episode_done)
     try:
         await run.engine.start()
         groups, _ = await run.rollout(0)
