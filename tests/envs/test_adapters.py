@@ -232,6 +232,13 @@ class TestOpenEnv:
         assert "expected the URL of a server" in refused("openenv:localhost")
 
 
+def mcp_servers():
+    """The MCP servers that this process started and that run. Children of other tests may be zombies, which have no command line."""
+    children = psutil.Process().children(recursive=True)
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "mcp-server" in " ".join(child.cmdline())]
+
+
 class TestMcp:
     @pytest.fixture
     def time_env(self):
@@ -241,7 +248,7 @@ class TestMcp:
     async def test_a_server_over_stdio_is_called_and_closed(self, time_env, hermes):
         played = await require_replays(f"mcp:{TIME}", [CONVERT, "done"], hermes, task=Task("0", "Convert."))
         assert json.loads(played.turns[0].action.results[0].content)["time_difference"] == "+8.0h"
-        assert not [p for p in psutil.Process().children(recursive=True) if "mcp-server" in " ".join(p.cmdline())]
+        assert not mcp_servers()
 
     @pytest.mark.slow
     async def test_the_contract_holds_for_a_second_server(self, tmp_path):
@@ -256,9 +263,8 @@ class TestMcp:
 
         def kill(request):
             if request.turn == 1:
-                for child in psutil.Process().children(recursive=True):
-                    if "mcp-server-time" in " ".join(child.cmdline()):
-                        child.kill()
+                for server in mcp_servers():
+                    server.kill()
             return bad if request.turn == 0 else CONVERT
 
         played = await make_runner(time_env, kill, hermes).run(EpisodeSpec(Task("0", "Convert."), 0, 0))
