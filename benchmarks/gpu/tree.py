@@ -17,13 +17,13 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mfu import commit
 
 from agentrl.core.ports import free_port
 from agentrl.train.base import LossConfig, Row
@@ -97,6 +97,7 @@ def start_rank(args: argparse.Namespace) -> Any:
         megatron={},
         dtype="bfloat16" if gpu else "float32",
         reference=False,
+        critic=False,
         tree_packing=True,
         seed=0,
         threads=torch.get_num_threads(),
@@ -202,12 +203,6 @@ def difference(gradients: list[Any], others: list[Any]) -> float:
     """Norm of the difference relative to the norm, over all parameters."""
     squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(gradients, others, strict=True)]
     return float((sum(d for d, _ in squares) / sum(n for _, n in squares)) ** 0.5)
-
-
-def commit() -> str | None:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-    return done.stdout.strip() or None
 
 
 def main() -> None:

@@ -1,0 +1,37 @@
+"""Benchmarks that need a GPU to measure anything run on any machine with --tiny, which shows that they still fit the trainer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+ROOT = Path(__file__).parents[1]
+FIELDS = {"metric", "value", "baseline", "card", "formula", "commit", "command", "date"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("tree", ["--parts", "prompt", "--heads", "all", "--steps", "1", "--model"]),
+        ("mfu", ["--parts", "0.6b", "--steps", "1", "--micro-batches", "1", "--no-loop", "--models"]),
+    ],
+)
+def test_a_gpu_benchmark_writes_its_records(tmp_path, script, words):
+    command = [
+        sys.executable,
+        f"benchmarks/gpu/{script}.py",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        *words,
+        str(tmp_path / "model"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (record,) = json.loads((tmp_path / f"{script}.json").read_text())
+    assert set(record) >= FIELDS, record
+    assert record["value"]
