@@ -169,6 +169,7 @@ def test_a_cluster_whose_room_others_hold_is_refused_with_what_is_free(settings,
         (f"127.0.0.1:{free_port()}", r"--ray-address 127\.0\.0\.1:\d+: no ray cluster answers"),
         ("nowhere", "--ray-address takes auto, local or HOST:PORT, found 'nowhere'"),
     ],
+    ids=["nobody listens", "not an address"],  # names without the port, which differs in each process
 )
 def test_a_cluster_that_does_not_answer_is_refused_at_once(monkeypatch, address, error):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
