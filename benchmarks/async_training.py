@@ -4,7 +4,7 @@
     python benchmarks/async_training.py --simulate the window with 1,000 engines and 100,000 episodes, and what it costs
 
 The workload is fixed: episodes of 6 turns with 5 tool calls, tools with lognormal latency of median 2 s and sigma 1.0, generations of 0.5 s on an
-engine with 64 slots, and a trainer with resources of its own that takes 18 s for a rollout of 16 groups of 8 and 1 s for a weight update.
+engine with 64 slots, and a trainer with separate resources that takes 18 s for a rollout of 16 groups of 8 and 1 s for a weight update.
 Everything but engine, tools and trainer is the code of `agentrl train`. The clock is virtual, so the machine's load changes nothing.
 
 The ceiling: work is conserved, so no schedule can be faster than the busier of trainer and engine. It is the synchronous seconds per rollout
@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import logging
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from result_record import result_record
 
 from agentrl import Task, ToolEnv, reward, tool
 from agentrl.config import build_config
@@ -305,17 +304,8 @@ def simulate() -> int:
 
 def write_record(metric: str, value: float, baseline: float, details: dict[str, Any]) -> None:
     """The result beside the others. `baseline` is the ceiling."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    record = {
-        "metric": metric,
-        "value": round(value, 3),
-        "baseline": round(baseline, 3),
-        "commit": commit.stdout.strip(),
-        "command": "python benchmarks/async_training.py",
-        "date": datetime.date.today().isoformat(),
-        "clock": "virtual",
-        **details,
-    }
+    command = "python benchmarks/async_training.py"
+    record = result_record(metric, round(value, 3), round(baseline, 3), command, clock="virtual", **details)
     RESULT.write_text(json.dumps(record, indent=2) + "\n")
 
 

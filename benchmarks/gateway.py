@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import gc
 import json
 import multiprocessing
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import aiohttp
 import psutil
 from aiohttp import web
+from result_record import result_record
 
 from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import Generation, SamplingParams
@@ -229,20 +228,15 @@ def main() -> None:
     for name, value in result.items():
         print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if args.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-        )
-        record = {
-            "metric": "CPU of a turn at the gateway / of a raw aiohttp proxy",
-            "value": round(result["ratio"], 3),
-            "baseline": 1.5,
+        options = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k != "out")
+        record = result_record(
+            "CPU of a turn at the gateway / of a raw aiohttp proxy",
+            round(result["ratio"], 3),
+            1.5,
+            f"python benchmarks/gateway.py {options}",
             **{k: round(v, 3) for k, v in result.items()},
-            "note": "busy machine: only the ratio means something",
-            "commit": commit.stdout.strip(),
-            "command": "python benchmarks/gateway.py "
-            + " ".join(f"--{k} {v}" for k, v in vars(args).items() if k != "out"),
-            "date": datetime.date.today().isoformat(),
-        }
+            note="busy machine: only the ratio means something",
+        )
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

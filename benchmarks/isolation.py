@@ -1,4 +1,4 @@
-"""The cost of a process of its own: `python benchmarks/isolation.py [--write]`.
+"""The cost of a separate process: `python benchmarks/isolation.py [--write]`.
 
 It measures wall time per call and per environment, one after the other, in a thread and in a process: a sync `step` that returns at once, and
 an environment from its constructor to its end. Medians; other work on the machine adds to both.
@@ -10,14 +10,14 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from result_record import result_record
 
 from agentrl import Env, StepResult, Task
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
@@ -72,17 +72,16 @@ def main() -> None:
     args = parser.parse_args()
     here = asyncio.run(measure("thread", args.calls, args.episodes))
     own = asyncio.run(measure("process", args.calls, args.episodes))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    command = f"python benchmarks/isolation.py --calls {args.calls} --episodes {args.episodes}"
     rows = [
-        {
-            "metric": f"{key}, isolation process",
-            "value": round(own[key], 3),
-            "baseline": {"isolation thread": round(here[key], 3)},
-            "commit": commit.strip(),
-            "command": f"python benchmarks/isolation.py --calls {args.calls} --episodes {args.episodes}",
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        }
+        result_record(
+            f"{key}, isolation process",
+            round(own[key], 3),
+            {"isolation thread": round(here[key], 3)},
+            command,
+            machine=load,
+        )
         for key in own
     ]
     text = json.dumps(rows, indent=1)

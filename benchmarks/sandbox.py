@@ -10,14 +10,14 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from result_record import result_record
 
 from agentrl.sandbox import Backend, Namespaces, ProcessLimits, Sandbox
 
@@ -64,17 +64,12 @@ def main() -> None:
     args = parser.parse_args()
     backends: list[Backend] = [b for b in (Namespaces(), ProcessLimits()) if b.why_not() is None]
     results = {b.name: asyncio.run(measure(b, args.calls, args.episodes)) for b in backends}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    command = f"python benchmarks/sandbox.py --calls {args.calls} --episodes {args.episodes}"
     rows = [
-        {
-            "metric": f"{key}, {name}",
-            "value": round(value, 2),
-            "baseline": 1000 if key == "calls_per_minute" else None,
-            "commit": commit.strip(),
-            "command": f"python benchmarks/sandbox.py --calls {args.calls} --episodes {args.episodes}",
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        }
+        result_record(
+            f"{key}, {name}", round(value, 2), 1000 if key == "calls_per_minute" else None, command, machine=load
+        )
         for name, measured in results.items()
         for key, value in measured.items()
     ]

@@ -126,7 +126,7 @@ class EpisodeRunner:
     rewrite_context: RewriteContext | None = None
     """replaces `call_context_policy`, for replay"""
     driver: EpisodeDriver | None = None
-    """plays the episodes of an environment whose agent is a program of its own; None: the loop over turns"""
+    """plays the episodes of an environment whose agent is a separate program; None: the loop over turns"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close one episode. A failure of infrastructure becomes the trajectory's stop reason.
@@ -146,10 +146,7 @@ class EpisodeRunner:
         trajectory = episode.trajectory(reason, failure)
         if reason in FAILURES.values():
             return trajectory
-        try:
-            return await self.scorer.score(trajectory)
-        except Failure as e:
-            return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
+        return await scored(self.scorer, trajectory)
 
     async def call_context_policy(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
         """The conversation that a context policy returns; None: unchanged."""
@@ -476,6 +473,14 @@ class Episode:
             demonstration=self.demonstration,
             timings=dict(self.timings),
         )
+
+
+async def scored(scorer: Scorer, trajectory: Trajectory) -> Trajectory:
+    """The trajectory with its rewards. A reward that fails becomes the stop reason."""
+    try:
+        return await scorer.score(trajectory)
+    except Failure as e:
+        return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
 
 
 def cause_of(error: Failure | UsageError) -> str:

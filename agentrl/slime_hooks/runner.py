@@ -15,7 +15,7 @@ from agentrl.engine.base import Generator, SamplingParams
 from agentrl.errors import ContractError, EngineAbort, EngineFailure, EnvFailure, Failure, RewardFailure, boundary
 from agentrl.render import Renderer
 from agentrl.reward import Scorer
-from agentrl.rollout.episode import Limits, cause_of
+from agentrl.rollout.episode import Limits, cause_of, scored
 from agentrl.slime_hooks.generations import Exchange, Generations, current
 from agentrl.slime_hooks.modules import sampling_params
 from agentrl.slime_hooks.placement import place_samples
@@ -166,10 +166,7 @@ class SlimeRunner:
         """The trajectory with the rewards of the run; unchanged if it failed, or if the function set the sample's reward itself."""
         if trajectory.rewards or trajectory.status in (Status.FAILED, Status.ABORTED):
             return trajectory
-        try:
-            return await self.scorer.score(trajectory)
-        except Failure as e:
-            return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
+        return await scored(self.scorer, trajectory)
 
     def close(self) -> None:
         """Do nothing: the function keeps its own resources."""

@@ -196,7 +196,7 @@ def rows_of(args: argparse.Namespace, part: Part, folder: Path) -> list[Row]:
 
 
 def measure_loop(args: argparse.Namespace, part: Part, folder: Path, card: str) -> dict[str, Any]:
-    """The rates of the transformers loop with the fastest of the micro-batch sizes, each in a process of its own."""
+    """The rates of the transformers loop with the fastest of the micro-batch sizes, each in a separate process."""
     tried: dict[str, Any] = {}
     for size in part.loop:
         words = ["--loop", str(folder), "--loop-rows", str(size), "--loop-length", str(part.length)]

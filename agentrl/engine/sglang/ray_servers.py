@@ -53,7 +53,7 @@ class ServerHost:
 
     async def wait_exit(self) -> None:
         """Return when the process has ended."""
-        while self._server is not None and self._server.alive:  # noqa: ASYNC110  nothing tells when a process ends
+        while self._server is not None and self._server.alive:  # noqa: ASYNC110  the end of a process raises no event
             await asyncio.sleep(EXIT_POLL_S)
 
     async def stop(self) -> None:
@@ -127,7 +127,7 @@ class RayServer:
             return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
         except TimeoutError:
             raise EngineFailure(
-                f"{where} was not ready within {timeout_s:g} s: no node has room for it, or its node does not answer",
+                f"{where} did not answer within {timeout_s:g} s: no node has room for it, or its node does not respond",
                 "engine: timeout",
             ) from None
         except ray.exceptions.RayTaskError as e:
