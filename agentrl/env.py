@@ -80,7 +80,7 @@ class Env:
     eval_groups: ClassVar[Sequence[str]] = ()
     """keys of `Task.metadata` by whose values the mean reward of an evaluation is also reported (`eval/test/reward_hops2`)"""
     max_concurrency: ClassVar[int | None] = None
-    """episodes of this class that run at the same time, besides the limit of `--concurrency` on all; None: no limit of its own"""
+    """episodes of this class that run at the same time, besides the limit of `--concurrency` on all; None: no separate limit"""
     gives_state_keys: bool = False
     """True: `StepResult.state_key` is set in every step, which turn-level estimators (gigpo) need; an instance may set it too"""
     threads: ClassVar[int] = 32
@@ -92,7 +92,7 @@ class Env:
     timeout_s: ClassVar[float] = 120.0
     """time limit of the constructor and of each call of reset, step, state and close, in seconds"""
     isolation: ClassVar[Isolation] = "thread"
-    """'process': each instance runs in a process of its own, with its tools. A hang, a crash or a leak ends that process only, and the episode is
+    """'process': each instance runs in a separate process, with its tools. A hang, a crash or a leak ends that process only, and the episode is
     started again; the process and everything it started are killed after `close`. `--env-isolation` overrides it"""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from agentrl.errors import ContractError
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__agentrl_tool__"
 Isolation = Literal["thread", "process"]
-"""where user code runs: in a thread (async code: on the event loop) of the run's process, or in a process of its own"""
+"""where user code runs: in a thread (async code: on the event loop) of the run's process, or in a separate process"""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -184,7 +184,7 @@ class Tool:
     parallel: ClassVar[bool] = False
     """True: calls of one turn may run at the same time; see `ToolLimits.parallel`"""
     isolation: ClassVar[Isolation] = "thread"
-    """'process': each object is pickled into a process of its own before `setup`; see `ToolLimits.isolation`. After a call that crashed or exceeded
+    """'process': each object is pickled into a separate process before `setup`; see `ToolLimits.isolation`. After a call that crashed or exceeded
     its time limit, the next one gets another process, in which `setup` runs again"""
 
     async def setup(self, seed: int) -> None:

@@ -26,7 +26,7 @@ def add_parser(commands: Commands) -> None:
         "--load",
         type=Path,
         metavar="RUN",
-        help="as --resume; if there is no such folder, start a new run in it",
+        help="resume the run in this folder, or start a new run there if the folder does not exist",
     )
     parser.add_argument(
         "--train-only",

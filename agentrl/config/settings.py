@@ -133,9 +133,9 @@ class EnvSettings:
     Such as `--env-setting search_r1.max_turns=4` or `--env-setting 'search_r1.env_args={topk = 2}'`. Its arguments, data, rewards and limits can
     be set, and its `concurrency`."""
     env_isolation: Literal["thread", "process"] | None = None
-    """run each environment, with its tools, in a thread of the run or in a process of its own (default: the environment's choice)
+    """run each environment, with its tools, in a thread of the run or in a separate process (default: the environment's choice)
 
-    In a process of its own a hang, a crash or a leak of the environment ends that process only, and its episode is started again. The
+    In a separate process a hang, a crash or a leak of the environment ends that process only, and its episode is started again. The
     environment must be defined at the top level of a module or file, and its arguments must be picklable."""
     reward: Annotated[tuple[str, ...], "NAME"] = ()
     """rewards, each NAME or NAME=WEIGHT (default: the environment's)
@@ -339,12 +339,12 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GatewaySettings:
-    """The HTTP gateway of agents that are programs of their own (`AgentEnv`)."""
+    """The HTTP gateway of agents that are separate programs (`AgentEnv`)."""
 
     gateway_host: Annotated[str, "HOST"] = "127.0.0.1"
     """address on which the gateway listens
 
-    Whoever reaches the address and knows the key of an episode can use the policy until the episode ends."""
+    Anyone who reaches the address and knows the key of an episode can use the policy until the episode ends."""
     gateway_port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """port on which the gateway listens; 0: any free port"""
     gateway_idle_s: Annotated[float, Field(gt=0)] = 60.0

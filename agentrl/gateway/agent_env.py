@@ -1,4 +1,4 @@
-"""`AgentEnv`, the environment of an agent that is a program of its own, and what such an agent needs to reach the policy."""
+"""`AgentEnv`, the environment of an agent that is a separate program, and what such an agent needs to reach the policy."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class AgentEnv(Env):
     side_models: ClassVar[Sequence[str]] = (SIDE_MODEL,)
     """names whose requests the policy answers and is not trained on"""
     grace_s: ClassVar[float] = 10.0
-    """seconds that an agent may go on after its turns are spent"""
+    """seconds that an agent may continue after its turns are spent"""
     max_agents: ClassVar[int | None] = None
     """agents that run at the same time in one process, for a service with a limit; None: no limit besides `--concurrency`"""
     max_output_bytes: ClassVar[int] = 1 << 16

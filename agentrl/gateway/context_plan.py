@@ -58,7 +58,7 @@ class ContextPlan:
     cut_tokens: int = 0
     """tokens of them that did not fit"""
     continues_turn: bool = False
-    """the parent's generation was cut by its length and goes on"""
+    """the parent's generation was cut by its length and continues"""
     room: int = 0
     """tokens that may be sampled"""
     bound: StopReason = StopReason.MAX_TOKENS

@@ -152,7 +152,7 @@ class ConversationTree:
         return best, count
 
     def _agent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> str:
-        """The agent of the conversation's system prompt; a new one has a name of its own."""
+        """The agent of the conversation's system prompt; a new one has another name."""
         system = keys[0] if messages and messages[0]["role"] == "system" else b""
         name = "policy" if not self._agents else f"agent-{len(self._agents)}"
         return self._agents.setdefault(system, name)

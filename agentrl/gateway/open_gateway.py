@@ -22,7 +22,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class OpenGateway:
-    """Records the episodes of whoever connects.
+    """Records the episodes of all clients.
 
     Args:
         runner: plays the episodes; its driver is replaced.

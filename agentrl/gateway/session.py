@@ -126,7 +126,7 @@ class GatewaySession:
             raise RequestError(404, f"the model {model!r:.80} is not served; use one of: {names}", "model_not_found")
 
     def count_tokens(self, request: ModelRequest) -> int:
-        """Tokens of a request's prompt, rendered as a conversation of its own.
+        """Tokens of a request's prompt, rendered as a separate conversation.
 
         Raises:
             RequestError: the chat template refuses it.
@@ -176,7 +176,7 @@ class GatewaySession:
     async def _generations(self, plan: ContextPlan, agent: str, number: int) -> list[Sampled]:
         """The generations of a planned request; a failure ends the episode."""
         try:
-            if plan.request.n == 1:  # the usual case, without a task of its own
+            if plan.request.n == 1:  # the usual case, without a separate task
                 return [await self.sample(plan, agent, number, 0)]
             return await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
         except (Failure, UsageError) as e:

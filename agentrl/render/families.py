@@ -56,7 +56,7 @@ def register_format(form: ActionFormat) -> None:
         ('</code>', '</answer>')
     """
     if FORMATS.setdefault(form.name, form) != form:
-        raise ContractError(f"there is another action format with the name {form.name!r}; give it a name of its own")
+        raise ContractError(f"there is another action format with the name {form.name!r}; give it another name")
 
 
 def make_renderer(

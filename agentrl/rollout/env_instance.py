@@ -45,7 +45,7 @@ class ThreadPools:
         self._functions: dict[Callable[..., Any], IsolatedFunction] = {}
 
     def isolated_function(self, spec: ToolSpec) -> IsolatedFunction:
-        """The tool function in processes of its own, which all episodes share."""
+        """The tool function in separate processes, which all episodes share."""
         assert spec.fn is not None, "calls of tools without a function are not made"
         if spec.fn not in self._functions:
             self._functions[spec.fn] = IsolatedFunction(spec.fn, spec.name, self.fork_server)
@@ -77,7 +77,7 @@ class EnvInstance:
         self._make_env, self._class, self._pools = make_env, env_class, pools
         self._construction: asyncio.Future[Env] | None = None
         self._isolated: dict[int, Tool] = {}
-        """what stands for a `Tool` in a process of its own, by the id of the `Tool`"""
+        """what stands for a `Tool` in a separate process, by the id of the `Tool`"""
 
     async def create(self, seed: int, task: Task | None = None) -> None:
         """Call the environment's constructor and set the tools of the task up.
@@ -122,7 +122,7 @@ class EnvInstance:
         return specs
 
     def _isolated_tool(self, spec: ToolSpec) -> ToolSpec:
-        """The tool, called in a process of its own if it asks for that and is not in one with its environment."""
+        """The tool, called in a separate process if it asks for that and is not in one with its environment."""
         if spec.fn is None or spec.limits.isolation == "thread" or isinstance(self.env, IsolatedEnv):
             return spec
         owner = getattr(spec.fn, "__self__", None)

@@ -386,7 +386,7 @@ class Components:
         return MegatronTrainer(self.folder, reference=reference, run_dir=run_dir, **self._trainer_options())
 
     def critic(self, run_dir: Path) -> Critic:
-        """Start the critic: a value model on ranks of its own, with the trainer's settings."""
+        """Start the critic: a value model on separate ranks, with the trainer's settings."""
         from agentrl.train.megatron.trainer import MegatronTrainer
 
         return MegatronTrainer(self.critic_folder(), critic=True, run_dir=run_dir, **self._trainer_options())
@@ -439,12 +439,12 @@ class Components:
             self._pools.end_processes()
 
     def _driver(self) -> GatewayDriver | None:
-        """The gateway of an environment whose agent is a program of its own."""
+        """The gateway of an environment whose agent is a separate program."""
         g = self.config.gateway
         agents = [c.env_class.label() for c in self.envs.values() if issubclass(c.env_class, AgentEnv)]
         if agents:
             raise ConfigError(
-                f"{agents[0]} is an AgentEnv and cannot be mixed with other environments; give it a run of its own"
+                f"{agents[0]} is an AgentEnv and cannot be mixed with other environments; give it a separate run"
             )
         if not issubclass(self.env_class, AgentEnv):
             if g != GatewaySettings():

@@ -86,7 +86,7 @@ async def post(
 
 
 class _Loop:
-    """The event loop of the run, while a function of its own thread runs."""
+    """The event loop of the run, while a function in another thread runs."""
 
     loop: asyncio.AbstractEventLoop | None = None
 

@@ -1,4 +1,4 @@
-"""OpenEnv environments on a server: `--env openenv:http://host:8000`. Each episode has a session of its own.
+"""OpenEnv environments on a server: `--env openenv:http://host:8000`. Each episode has a separate session.
 
 Arguments (`--env-arg`): `act_by` (text or tool), `size` (tasks of a split), `prompt` (text before the first observation), `field` (the field of
 the action that the policy's text fills, if it has several).

@@ -94,7 +94,7 @@ class TextArena(Adapted):
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Give the game a random state of its own, and restore that of everything else afterwards."""
+        """Give the game a separate random state, and restore that of everything else afterwards."""
         with _RANDOM:
             outside = random.getstate()
             random.setstate(self._random)

@@ -1,4 +1,4 @@
-"""An environment in a process of its own, and what stands for it in the controller."""
+"""An environment in a separate process, and what stands for it in the controller."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class EnvHost:
 
 
 class IsolatedEnv(Env):
-    """Stands for an environment that runs in a process of its own."""
+    """Stands for an environment that runs in a separate process."""
 
     def __init__(self, make_env: Callable[[], Env], env_class: type[Env], server: ForkServer) -> None:
         self._make_env, self._class, self._server = make_env, env_class, server

@@ -31,7 +31,7 @@ class ToolHost:
 
 
 class IsolatedTool(Tool):
-    """Stands for a `Tool` object that runs in a process of its own."""
+    """Stands for a `Tool` object that runs in a separate process."""
 
     def __init__(self, tool: Tool, name: str, server: ForkServer) -> None:
         self._tool, self._what, self._server = tool, f"tool {name}", server
