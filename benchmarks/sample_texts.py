@@ -4,7 +4,7 @@ It prints three samples of 20, each text with its file and line:
 
 - docstrings of modules, classes, functions, constants and fields;
 - error texts: the string arguments of `raise` statements, placeholders as `{name}`;
-- help texts: the strings under the fields in config/settings.py, and the `help` arguments of the command line.
+- help texts: the strings under the fields in config/settings/, and the `help` arguments of the command line.
 
 A text is good if someone of the field understands it at first reading. `--all` prints every text instead of a sample.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 ROOTS = ("agentrl", "envs", "tools", "rewards")
-SETTINGS = Path("agentrl/config/settings.py")
+SETTINGS = Path("agentrl/config/settings")
 KINDS = ("docstring", "error", "help")
 Text = tuple[str, Path, int, str]
 """kind, file, line, text"""
@@ -75,7 +75,7 @@ def texts() -> Iterator[Text]:
     for path in python_files():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for line, text in docstrings(tree):
-            yield "help" if path == SETTINGS and line > 1 else "docstring", path, line, text
+            yield "help" if path.parent == SETTINGS and line > 1 else "docstring", path, line, text
         yield from (("error", path, line, text) for line, text in errors(tree))
         yield from (("help", path, line, text) for line, text in helps(tree))
 

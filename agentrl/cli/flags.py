@@ -1,4 +1,4 @@
-"""One flag for each setting of config/settings.py. Flags of Megatron, SGLang and slime are read in foreign_flags.py."""
+"""One flag for each setting of config/settings/. Flags of Megatron, SGLang and slime are read in foreign_flags.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between settings. The bounds of a single setting are in its field, in settings.py."""
+"""Rules between settings. The bounds of a single setting are in its field, in settings/."""
 
 from __future__ import annotations
 

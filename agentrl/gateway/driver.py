@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.errors import ContractError, EnvFailure, boundary
+from agentrl.config import Config, GatewaySettings
+from agentrl.env import Env
+from agentrl.errors import ConfigError, ContractError, EnvFailure, boundary
 from agentrl.gateway.agent_env import AgentEnv, ModelEndpoint, check_finished
 from agentrl.gateway.context_plan import ContextPlan, NoRoomError
 from agentrl.gateway.protocol import ModelRequest, RequestError
@@ -15,6 +17,35 @@ from agentrl.gateway.session import GatewaySession
 from agentrl.gateway.turn_recorder import Arrival
 from agentrl.rollout.episode import FAILURES, Episode
 from agentrl.types import Message, StopReason, Trajectory
+
+
+def make_driver(config: Config, env_class: type[Env], mixed: Sequence[type[Env]] = ()) -> GatewayDriver | None:
+    """The gateway of an environment whose agent is a separate program; None: the environment needs none.
+
+    Args:
+        config: all settings.
+        env_class: the run's environment.
+        mixed: those of a run with several.
+
+    Raises:
+        ConfigError: the gateway's flags have no effect, or the environment cannot be mixed or isolated.
+    """
+    g = config.gateway
+    if agents := [env.label() for env in mixed if issubclass(env, AgentEnv)]:
+        raise ConfigError(
+            f"{agents[0]} is an AgentEnv and cannot be mixed with other environments; give it a separate run"
+        )
+    if not issubclass(env_class, AgentEnv):
+        if g != GatewaySettings():
+            raise ConfigError(
+                f"--gateway flags have no effect, since {env_class.label()} is not an AgentEnv and needs no gateway; leave them out"
+            )
+        return None
+    if "process" in (config.env.env_isolation, env_class.isolation):
+        raise ConfigError(
+            f"{env_class.label()} is an AgentEnv and cannot be isolated in a process; give its agent as a `command`, which is one"
+        )
+    return GatewayDriver(env_class, host=g.gateway_host, port=g.gateway_port, url=g.gateway_url)
 
 
 class GatewayDriver:

@@ -12,9 +12,10 @@ from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.rollout.rollout import Rollout, Runner
-from agentrl.run.components import Components, RunnerSettings
+from agentrl.run.components import Components
 from agentrl.run.progress import CountedGenerator, Progress
 from agentrl.run.report import Report
+from agentrl.run.runner_settings import RunnerSettings
 from agentrl.slime_hooks.rollout_function import GetSpecs, play_rollout
 from agentrl.slime_hooks.runner import SlimeRunner
 from agentrl.store import exactness_violations

@@ -5,24 +5,20 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from agentrl.config import Config, EngineSettings, GatewaySettings
+from agentrl.config import Config, EngineSettings
 from agentrl.config.mixture import env_shares
-from agentrl.core.seeds import derive_seed
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
 from agentrl.env import Env, check_env_args, make_env_class
-from agentrl.errors import ConfigError, EnvFailure, TemplateError
-from agentrl.gateway.agent_env import AgentEnv
-from agentrl.gateway.driver import GatewayDriver
+from agentrl.errors import ConfigError, EnvFailure
+from agentrl.gateway.driver import make_driver
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
@@ -33,11 +29,12 @@ from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
 from agentrl.rollout.process_pool import ProcessPool
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
-from agentrl.run.model_folder import model_folder
+from agentrl.run.model_folder import context_length, model_config, model_folder
+from agentrl.run.prompt_checks import check_prompts, check_tools
+from agentrl.run.runner_settings import RunnerSettings, runner_settings
 from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
-from agentrl.tool import tool_names
 from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
@@ -45,22 +42,6 @@ if TYPE_CHECKING:
     from agentrl.train.base import Critic, Trainer
     from agentrl.train.distillation import Teachers
     from agentrl.weight_sync.base import WeightSync
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerSettings:
-    """The settings that a runner takes from a rollout or an evaluation. They are sent to runner processes."""
-
-    policy_version: int
-    temperature: float
-    seed: int
-    top_p: float = 1.0
-    top_k: int = -1
-    max_response_tokens: int | None = None
-    """None: as in training"""
-    evaluation: bool = False
-    keep: SaveOutput | None = None
-    """called with the full tool outputs that were truncated for the policy"""
 
 
 class Components:
@@ -100,13 +81,13 @@ class Components:
         self.gives_state_keys: bool = self.env_class.gives_state_keys
         """whether the environment says in which state each turn begins; `require_env` asks an instance"""
         self._pools: ThreadPools | None = None
-        self._check_conversation()
+        check_prompts(self.env_class, self.renderer, str(self.folder))
         self.tasks = TaskSets(config, self.env_class, self.renderer)
         self.scorer = Scorer(self._rewards(), reward_key=config.env.reward_key)
         self.generate_function = self._slime_function("custom_generate_function_path")
         self.rollout_function = self._slime_function("rollout_function_path")
         self.context_policy = resolve_context_policy(config.env.context_policy)
-        self.context_length = self._context_length()
+        self.context_length = context_length(self.folder, self.config.rollout.rollout_max_context_len)
         self.trains = trains
         self.servers: ServerPlan | None = None
         config = self.config
@@ -115,7 +96,7 @@ class Components:
 
             self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
-        self.driver = self._driver()
+        self.driver = make_driver(config, self.env_class, [c.env_class for c in self.envs.values()])
 
     async def require_env(self) -> None:
         """Construct the environment and its tools once and close them, so that a wrong argument is refused before anything starts.
@@ -136,7 +117,7 @@ class Components:
                 await instance.construct()
                 self.gives_state_keys |= bool(instance.env is not None and instance.env.gives_state_keys)
                 await instance.call("check_ready")
-                self._check_tools(list(instance.tools))
+                check_tools(self.env_class, self.renderer, list(instance.tools), str(self.folder))
         finally:
             await instance.close(read_state=False)
             pools.close()
@@ -150,7 +131,7 @@ class Components:
         """
         from agentrl.train.megatron.megatron_settings import check_trainer
 
-        if isinstance(self.renderer.images, Images) and "vision_config" in self.model_config():
+        if isinstance(self.renderer.images, Images) and "vision_config" in model_config(self.folder):
             raise ConfigError(
                 f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
             )
@@ -228,28 +209,7 @@ class Components:
 
     def runner_settings(self, split: str, *, policy_version: int = 0, keep: SaveOutput | None = None) -> RunnerSettings:
         """The settings of a split: 'train' or 'eval/NAME'."""
-        kind, _, name = split.partition("/")
-        seed, r, e = self.config.run.seed, self.config.rollout, self.config.eval
-        top_p, top_k = r.rollout_top_p, r.rollout_top_k
-        settings = RunnerSettings(
-            policy_version=policy_version,
-            keep=keep,
-            temperature=r.rollout_temperature,
-            seed=seed,
-            top_p=top_p,
-            top_k=top_k,
-        )
-        if kind != "eval":
-            return settings
-        return replace(
-            settings,
-            temperature=e.eval_temperature,
-            seed=derive_seed(seed, "eval", name),
-            top_p=top_p if e.eval_top_p is None else e.eval_top_p,
-            top_k=top_k if e.eval_top_k is None else e.eval_top_k,
-            max_response_tokens=e.eval_max_response_len,
-            evaluation=True,
-        )
+        return runner_settings(self.config, split, policy_version=policy_version, keep=keep)
 
     def runner(
         self, generator: Generator, settings: RunnerSettings, *, processes: int = 1
@@ -270,7 +230,7 @@ class Components:
             renderer=self.renderer,
             scorer=self.scorer,
             limits=self._limits(settings),
-            sampling=_sampling(settings),
+            sampling=settings.sampling,
             seed=settings.seed,
             context_policy=self.context_policy,
             pools=self._pools,
@@ -279,7 +239,7 @@ class Components:
 
     def slime_runner(self, generator: Generator, settings: RunnerSettings, function: Callable[..., Any]) -> SlimeRunner:
         """A runner of a generate or rollout function that was written for slime."""
-        sampling = _sampling(settings)
+        sampling = settings.sampling
         return SlimeRunner(
             generate=function,
             args=arguments(self.config, self.folder, sampling),
@@ -356,28 +316,9 @@ class Components:
 
     def weight_sync(self, engine: Engine) -> WeightSync:
         """The way the trainer's weights reach `engine`."""
-        from agentrl.engine.sglang.fleet import Fleet
-        from agentrl.engine.sglang.plan import on_gpus, sync_kind
-        from agentrl.engine.weight_files import weight_bytes
-        from agentrl.weight_sync.base import memory_for
-        from agentrl.weight_sync.broadcast import BroadcastSync
-        from agentrl.weight_sync.colocated import ColocatedSync
-        from agentrl.weight_sync.disk import DiskSync, LocalDiskSync
+        from agentrl.weight_sync.make import make_weight_sync
 
-        e = self.config.engine
-        if e.update_weight_disk_dir:
-            folder: Path | None = Path(e.update_weight_disk_dir).absolute()
-        else:
-            folder = memory_for(weight_bytes(self.folder))
-        if self.servers is None or not isinstance(engine, Fleet):
-            return LocalDiskSync(engine, folder)
-        kind = sync_kind(e)
-        if kind == "disk":
-            return DiskSync(engine, folder)
-        if kind == "split":
-            return BroadcastSync(engine, folder, bucket_bytes=e.update_weight_buffer_size)
-        share_gpus = e.colocate and on_gpus(self.servers)
-        return ColocatedSync(engine, folder, bucket_bytes=e.update_weight_buffer_size, share_gpus=share_gpus)
+        return make_weight_sync(self.config.engine, self.servers, engine, self.folder)
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
@@ -392,30 +333,10 @@ class Components:
         return MegatronTrainer(self.critic_folder(), critic=True, run_dir=run_dir, **self._trainer_options())
 
     def teachers(self) -> Teachers | None:
-        """The teachers of `--opd-teacher`; None: there are none.
+        """The teachers of `--opd-teacher`; None: there are none."""
+        from agentrl.run.teachers import make_teachers
 
-        Raises:
-            ConfigError: a folder holds no model, or one with another tokenizer.
-        """
-        from agentrl.engine.sglang.teacher import ServedTeacher
-        from agentrl.train.distillation import Teacher, Teachers
-
-        teachers: dict[str, Teacher] = {}
-        for number, entry in enumerate(self.config.train.opd_teacher):
-            head, equals, place = entry.partition("=")
-            name, place = (head, place) if equals and head.isidentifier() else (str(number), entry)
-            if name in teachers:
-                raise ConfigError(f"--opd-teacher has two teachers of the name {name!r}; give each its own name")
-            if place.startswith(("http://", "https://")):
-                teachers[name] = ServedTeacher(place)
-                continue
-            from agentrl.engine.local.teacher import LocalTeacher
-
-            folder = model_folder(place)
-            if token_ids(folder) != token_ids(self.folder):
-                raise ConfigError(f"--opd-teacher {entry}: its tokenizer is not that of the policy ({self.folder})")
-            teachers[name] = LocalTeacher(folder, int(self.model_config().get("vocab_size", 0)))
-        return Teachers(teachers) if teachers else None
+        return make_teachers(self.config.train.opd_teacher, self.folder)
 
     def _trainer_options(self) -> dict[str, Any]:
         c = self.config
@@ -438,80 +359,6 @@ class Components:
         if self._pools is not None:
             self._pools.end_processes()
 
-    def _driver(self) -> GatewayDriver | None:
-        """The gateway of an environment whose agent is a separate program."""
-        g = self.config.gateway
-        agents = [c.env_class.label() for c in self.envs.values() if issubclass(c.env_class, AgentEnv)]
-        if agents:
-            raise ConfigError(
-                f"{agents[0]} is an AgentEnv and cannot be mixed with other environments; give it a separate run"
-            )
-        if not issubclass(self.env_class, AgentEnv):
-            if g != GatewaySettings():
-                raise ConfigError(
-                    f"--gateway flags have no effect, since {self.env_class.label()} is not an AgentEnv and needs no gateway; "
-                    "leave them out"
-                )
-            return None
-        if "process" in (self.config.env.env_isolation, self.env_class.isolation):
-            raise ConfigError(
-                f"{self.env_class.label()} is an AgentEnv and cannot be isolated in a process; give its agent as a `command`, which is one"
-            )
-        return GatewayDriver(self.env_class, host=g.gateway_host, port=g.gateway_port, url=g.gateway_url)
-
-    def _check_conversation(self) -> None:
-        """Refuse an environment whose system prompt, tools or tool results the chat template cannot render.
-
-        Raises:
-            TemplateError: one of them cannot be rendered.
-        """
-        env, renderer = self.env_class, self.renderer
-        if env.system_prompt:
-            renderer.check(("system",))
-        self._check_tools(tool_names(env))
-
-    def _check_tools(self, tools: Sequence[str]) -> None:
-        """Refuse tools that the policy would not see.
-
-        Raises:
-            TemplateError: the chat template omits tools, or cannot render their results.
-        """
-        env, renderer = self.env_class, self.renderer
-        if not tools or renderer.format.inline:
-            return
-        renderer.check(("tool",))
-        described = env.shows_tools or all(name in (env.system_prompt or "") for name in tools)
-        if renderer.format.needs_tools and not renderer.shows_tools and not described:
-            raise TemplateError(
-                f"{self.folder}: its chat template omits tools, so the policy would not see {', '.join(tools)} of environment "
-                f"{env.label()}; give --tools-in-prompt, or "
-                "describe them in its system_prompt, or set shows_tools = True if its other prompts describe them"
-            )
-
-    def _context_length(self) -> int:
-        model = self.model_config()
-        model = model.get("text_config", model)
-        positions = int(model.get("max_position_embeddings", 0))
-        requested = self.config.rollout.rollout_max_context_len
-        if requested and positions and requested > positions:
-            raise ConfigError(
-                f"--rollout-max-context-len {requested} is more than the model's {positions} positions ({self.folder})"
-            )
-        if not (requested or positions):
-            raise ConfigError(
-                f"{self.folder}/config.json has no max_position_embeddings; give --rollout-max-context-len"
-            )
-        return requested or positions
-
-    def model_config(self) -> dict[str, Any]:
-        """The contents of the model's config.json."""
-        path = self.folder / "config.json"
-        try:
-            settings: dict[str, Any] = orjson.loads(path.read_bytes())
-        except orjson.JSONDecodeError as e:
-            raise ConfigError(f"{path}: not JSON: {e}") from e
-        return settings
-
 
 def _env_components(config: Config) -> tuple[dict[str, Components], dict[str, float], dict[str, int | None]]:
     """The components, shares and limits of several environments by label; empty if the run has one.
@@ -530,24 +377,6 @@ def _env_components(config: Config) -> tuple[dict[str, Components], dict[str, fl
             raise ConfigError(f"--env has two environments with the label {label!r}; give one of them another `name`")
         envs[label], shares[label], limits[label] = components, member.share, member.concurrency
     return envs, shares, limits
-
-
-def _sampling(settings: RunnerSettings) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=1, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
-    )
-
-
-def token_ids(folder: Path) -> dict[str, Any]:
-    """The ids of all tokens of a model folder's tokenizer.json, by text; empty if it has none."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return {}
-    tokenizer = orjson.loads(path.read_bytes())
-    return {
-        "vocabulary": tokenizer["model"]["vocab"],
-        "added": {t["content"]: t["id"] for t in tokenizer["added_tokens"]},
-    }
 
 
 def _day(text: str | None) -> datetime.datetime | None:

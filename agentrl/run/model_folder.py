@@ -6,6 +6,9 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from agentrl.errors import ConfigError
 
@@ -80,3 +83,46 @@ def _converted(name: str) -> Path:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The contents of a model's config.json.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    path = folder / "config.json"
+    try:
+        settings: dict[str, Any] = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as e:
+        raise ConfigError(f"{path}: not JSON: {e}") from e
+    return settings
+
+
+def context_length(folder: Path, requested: int | None) -> int:
+    """The context length of a run: what --rollout-max-context-len requests, else the model's positions.
+
+    Raises:
+        ConfigError: it is more than the model's positions, or neither is given.
+    """
+    model = model_config(folder)
+    positions = int(model.get("text_config", model).get("max_position_embeddings", 0))
+    if requested and positions and requested > positions:
+        raise ConfigError(
+            f"--rollout-max-context-len {requested} is more than the model's {positions} positions ({folder})"
+        )
+    if not (requested or positions):
+        raise ConfigError(f"{folder}/config.json has no max_position_embeddings; give --rollout-max-context-len")
+    return requested or positions
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    """The ids of all tokens of a model folder's tokenizer.json, by text; empty if it has none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    tokenizer = orjson.loads(path.read_bytes())
+    return {
+        "vocabulary": tokenizer["model"]["vocab"],
+        "added": {t["content"]: t["id"] for t in tokenizer["added_tokens"]},
+    }

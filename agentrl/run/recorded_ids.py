@@ -9,7 +9,7 @@ from agentrl.config import build_config, read_toml
 from agentrl.errors import DataError
 from agentrl.render import Tokenizer
 from agentrl.run.components import Components
-from agentrl.run.model_folder import local_folder
+from agentrl.run.model_folder import local_folder, model_config
 from agentrl.store.run_folder import recorded_config
 from agentrl.types import Trajectory
 
@@ -24,7 +24,7 @@ class RecordedIds:
 
     def __init__(self, components: Components, source: Path) -> None:
         self.source, self.folder = source, components.folder
-        config = components.model_config()
+        config = model_config(components.folder)
         self._size = config.get("text_config", config).get(
             "vocab_size", math.inf
         )  # the trainer refuses a config.json without it

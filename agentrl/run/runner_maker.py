@@ -12,7 +12,8 @@ from agentrl.engine.sglang.fleet import Fleet
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.mixed_runner import MixedRunner
 from agentrl.rollout.process_worker import Notify
-from agentrl.run.components import Components, RunnerSettings
+from agentrl.run.components import Components
+from agentrl.run.runner_settings import RunnerSettings
 
 
 def runner_maker(config: Config) -> Callable[[RunnerSettings, Notify], tuple[EpisodeRunner | MixedRunner, Engine]]:

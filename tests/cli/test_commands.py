@@ -55,7 +55,8 @@ ALL = (
 
 
 def contents(*folders):
-    return {str(p): zlib.crc32(p.read_bytes()) for f in folders for p in f.rglob("*") if p.is_file()}
+    files = (p for f in folders for p in f.rglob("*") if p.is_file() and p.suffix != ".pyc")
+    return {str(p): zlib.crc32(p.read_bytes()) for p in files}
 
 
 def newer(path, env):

@@ -7,7 +7,8 @@ import pytest
 
 from agentrl.config import build_config
 from agentrl.rollout.rollout import Rollout, RolloutLimits
-from agentrl.run.components import Components, RunnerSettings
+from agentrl.run.components import Components
+from agentrl.run.runner_settings import RunnerSettings
 from agentrl.store import to_record
 from agentrl.types import EpisodeSpec
 

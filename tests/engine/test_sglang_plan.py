@@ -24,8 +24,8 @@ from agentrl.engine.sglang.plan import is_local, make_fleet, plan_servers
 from agentrl.engine.sglang.protocol import LEAST, warn_if_untested
 from agentrl.engine.sglang.server_flags import check_flags, server_flags
 from agentrl.errors import ConfigError
-from agentrl.run.components import Components
 from agentrl.weight_sync.gpu_sharing import GpuSharing
+from agentrl.weight_sync.make import make_weight_sync
 
 MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
 SERVER_ARGS = """
@@ -251,7 +251,7 @@ def test_weights_by_disk_go_to_the_given_folder(plan, tmp_path, kind):
     settings = {"update_weight_disk_dir": str(tmp_path), "weight_sync": kind}
     config = build_config({"engine": "sglang", **settings})
     servers = plan(settings)
-    sync = Components.weight_sync(SimpleNamespace(config=config, servers=servers), make_fleet(servers, None))
+    sync = make_weight_sync(config.engine, servers, make_fleet(servers, None), Path())
     assert sync.folder.parent == tmp_path
     sync.close()
 
