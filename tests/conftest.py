@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from agentrl.render import Renderer, Tokenizer, make_renderer
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `doubles` and the like
+
+import processes
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
@@ -43,6 +46,8 @@ MAY_SKIP = {
     "the model's answer has no plain text": "what a real model answers is not ours to choose",
 }
 LATE = ("slow", "gpu", "sglang", "full")
+ZOMBIES = pytest.StashKey[set[int]]()
+"""children of the test process that have ended unreaped, each reported once"""
 
 
 def pytest_collection_modifyitems(items):
@@ -51,6 +56,33 @@ def pytest_collection_modifyitems(items):
             if not there and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: max((i for i, m in enumerate(LATE, 1) if item.get_closest_marker(m)), default=0))
+
+
+def pytest_sessionstart(session):
+    os.environ[processes.MARK] = f"{os.getpid()}-{time.time_ns()}"
+    session.config.stash[ZOMBIES] = processes.zombies()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    """A test waits for the processes that it starts."""
+    try:
+        return (yield)
+    finally:
+        known = item.config.stash[ZOMBIES]
+        new = processes.lasting_zombies(known)
+        known |= new
+        if new:
+            pytest.fail(f"the test left {len(new)} child processes that nobody waited for", pytrace=False)
+
+
+def pytest_sessionfinish(session):
+    """No process of a test runs when all tests are done."""
+    running = processes.strays(os.environ[processes.MARK])
+    for pid, what in running.items():
+        print(f"\nERROR: process {pid} still runs, started in {what}", file=sys.stderr)
+    if running:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(wrapper=True)

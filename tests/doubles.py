@@ -192,8 +192,14 @@ async def play(env: type[Env], engine: Any, renderer: Renderer, *, task: Task = 
     try:
         return await runner.run(EpisodeSpec(task, 0, 0))
     finally:
-        runner.close()
-        runner.scorer.close()
+        end(runner)
+
+
+def end(runner: EpisodeRunner) -> None:
+    """End the threads and processes of a runner."""
+    runner.close()
+    runner.pools.end_processes()
+    runner.scorer.close()
 
 
 def groups_of(tasks: int, members: int) -> list[list[EpisodeSpec]]:

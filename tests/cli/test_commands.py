@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zstandard
 from doubles import FakeEngine, groups_of
+from processes import read_line
 from replays import NoteTrainer, command, script
 
 from agentrl.store import VERSION, EpisodeWriter, Recording, decode, encode, read_records, truncate
@@ -229,7 +230,7 @@ def test_view_opens_answers_and_ends(ready, sign):
     path, _, _ = ready
     command_line = [sys.executable, "-m", "agentrl.cli", "view", str(path), "--port", "0"]
     with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        url = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline()).group()
+        url = re.search(r"http://127\.0\.0\.1:\d+/", read_line(server)).group()
         with urllib.request.urlopen(url) as response:
             assert b"<title>agentrl</title>" in response.read()
         with urllib.request.urlopen(f"{url}api/run") as response:

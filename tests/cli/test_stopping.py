@@ -4,10 +4,10 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import heed_interrupts, read_line
 
 from agentrl.cli.common import run_job
 
@@ -49,16 +49,28 @@ print("done", flush=True)
 """
 
 
-def start(job, bound_s):
-    words = [sys.executable, "-c", JOB, job, str(bound_s)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    return process
+@pytest.fixture
+def start():
+    """Starts a job; whatever becomes of the test, the job ends with it."""
+    started = []
+
+    def start(job, bound_s):
+        words = [sys.executable, "-c", JOB, job, str(bound_s)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(words, **pipes, preexec_fn=heed_interrupts)
+        started.append(process)
+        assert read_line(process) == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_closes(sign):
+def test_the_first_signal_closes(start, sign):
     process = start("closes", 60)
     process.send_signal(sign)
     out, err = process.communicate(timeout=20)
@@ -67,13 +79,11 @@ def test_the_first_signal_closes(sign):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["swallows", "blocks"])
-def test_the_second_signal_ends_at_once(job):
+def test_the_second_signal_ends_at_once(start, job):
     process = start(job, 60)
     process.send_signal(signal.SIGINT)
     if job == "swallows":
-        assert process.stdout.readline() == "swallowed\n"
-    else:
-        time.sleep(0.5)  # equal signals that are pending become one
+        assert read_line(process) == "swallowed\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "agentrl: stopped at the second signal, without closing\n")
@@ -81,7 +91,7 @@ def test_the_second_signal_ends_at_once(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["swallows", "blocks"])
-def test_a_job_that_ignores_the_signal_is_ended_after_the_bound(job):
+def test_a_job_that_ignores_the_signal_is_ended_after_the_bound(start, job):
     process = start(job, 0.5)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
@@ -90,7 +100,7 @@ def test_a_job_that_ignores_the_signal_is_ended_after_the_bound(job):
 
 
 @pytest.mark.slow
-def test_a_finished_job_does_not_wait_for_a_task_that_swallows_its_cancellation():
+def test_a_finished_job_does_not_wait_for_a_task_that_swallows_its_cancellation(start):
     process = start("leaves_a_task", 60)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 0

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import read_line
 
 from agentrl.core.child_process import killed_with_parent, session_members, signal_session
 
@@ -34,7 +35,7 @@ def wait_until(condition, within_s=30):
 def test_a_child_of_a_killed_parent_ends_with_what_it_started(child):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *child], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    assert parent.stdout.readline() == "up\n"
+    assert read_line(parent) == "up\n"
     children = [int(p) for p in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
     assert len(children) == 1
     assert session_members(children[0])
@@ -48,7 +49,7 @@ def test_a_signal_reaches_all_processes_of_a_session():
     script = f"import subprocess, time; subprocess.Popen({SLEEP!r}); time.sleep(300)"
     leader = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, stdout=subprocess.PIPE, text=True)
     assert leader.stdout is not None
-    assert leader.stdout.readline() == "up\n"
+    assert read_line(leader) == "up\n"
     assert len(session_members(leader.pid)) == 2
     assert os.getpid() not in session_members(leader.pid)
     signal_session(leader.pid, signal.SIGTERM)

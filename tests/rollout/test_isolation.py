@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from doubles import call, make_runner, play, until
+from doubles import call, end, make_runner, play, until
 from isolated_env import Hostile, Method, Polite, Reluctant, Swallows, Tools
 
 from agentrl.core.child_process import process_exists
@@ -69,7 +69,7 @@ async def test_what_ends_an_isolated_environment_fails_its_episode_and_no_other(
     try:
         episodes = await asyncio.gather(*map(runner.run, specs))
     finally:
-        runner.close()
+        end(runner)
     assert {a: t.cause for a, t in zip(acts, episodes, strict=True)} == {**CAUSES, "end": None}
     assert all(t.stop_reason is StopReason.ENV_FAILURE for t in episodes[:-1])
     assert (episodes[-1].stop_reason, episodes[-1].score) == (StopReason.TERMINATED, 1.0)
@@ -98,7 +98,7 @@ async def test_values_and_errors_cross_as_they_would_be_recorded_here(hermes, tm
     script = [call("search", query="hang"), call("search", word="x"), "odd"]
     runner = make_runner(Polite, script, hermes, env_args={"notes": str(tmp_path / "n")})
     t = await runner.run(EpisodeSpec(TASK, 0, 0))
-    runner.close()
+    end(runner)
     first, second = (turn.action.results[0].content for turn in t.turns[:2])
     assert first == "error: search did not answer within 0.3 s"
     assert second.startswith("error: bad arguments for search: query: Field required")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from doubles import trajectory
+from processes import read_line
 
 from agentrl import __version__
 from agentrl.cli.main import main
@@ -78,7 +79,7 @@ def test_the_folder_of_a_killed_run_is_free(config):
     folder.close()
     command = [sys.executable, "-c", HOLD, str(folder.path / "metrics.jsonl")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+        assert read_line(other) == "held\n"
         with pytest.raises(StoreError, match="still active"):
             RunFolder.reopen(folder.path, config, __version__, {})
         other.kill()
@@ -180,7 +181,7 @@ def test_a_forked_child_of_a_killed_run_does_not_keep_its_lock(config):
     folder.close()
     command = [sys.executable, "-c", FORKS, str(folder.path / "metrics.jsonl")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout.readline() == "forked\n"
+        assert read_line(run) == "forked\n"
         with pytest.raises(StoreError, match="still active"):
             RunFolder.reopen(folder.path, config, __version__, {})
         run.kill()

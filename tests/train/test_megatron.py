@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import numpy as np
 import torch
 from models import hf_log_probs, hf_loss, hf_model, make_model, make_rows
+from processes import read_line
 from safetensors.torch import load_file
 
 from agentrl.core.weights_fingerprint import fingerprint
@@ -292,7 +293,7 @@ def test_workers_end_when_the_controller_is_killed(tmp_path):
         "print(*[p.pid for p in t.pool.processes], flush=True); time.sleep(600)"
     )
     controller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pids = [int(p) for p in controller.stdout.readline().split()]
+    pids = [int(p) for p in read_line(controller).split()]
     assert len(pids) == 2
     controller.kill()
     controller.wait()

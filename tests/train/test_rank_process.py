@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from processes import read_line
+
 RANK = """
 import os, subprocess, sys
 import time
@@ -34,7 +36,7 @@ def gone(pid: int) -> bool:
 def test_a_killed_controller_takes_ranks_and_their_helpers_along():
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, RANK], stdout=subprocess.PIPE, text=True)
     assert controller.stdout is not None
-    pids = [int(p) for p in controller.stdout.readline().split()]
+    pids = [int(p) for p in read_line(controller).split()]
     try:
         assert len(pids) == 2
         assert not any(map(gone, pids))

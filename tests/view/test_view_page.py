@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from processes import read_line
 from viewruns import EVIL, add_group, decode, episode, make_large_run, make_run, step_record
 
 from agentrl.core.message_images import PlacedImage, as_image
@@ -243,7 +244,7 @@ def test_the_run_page_follows_a_run_that_another_process_writes(browser, run):
         for group in (6, 7):
             writer.stdin.write(f"{group}\n")
             writer.stdin.flush()
-            assert writer.stdout.readline() == "written\n"
+            assert read_line(writer) == "written\n"
             n = 2 * group + 2
             wait(browser, lambda b, n=n, g=group: f"{n} episodes, {g + 1} optimizer steps" in text(b))
             wait(browser, lambda b, g=group: text(b, ".curve-card .x-axis") == f"1rollout{g + 1}")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import read_line
 
 from agentrl.weight_sync.base import UNLOCKED_S, WeightSync, new_weights_folder
 
@@ -26,7 +27,7 @@ def test_weights_of_a_killed_process_are_removed_by_the_next_start(tmp_path):
     for _ in range(3):
         command = [sys.executable, "-c", HOLD, str(tmp_path)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-            assert other.stdout.readline() == "written\n"
+            assert read_line(other) == "written\n"
             mine = WeightSync(None, tmp_path)
             assert len(list(tmp_path.iterdir())) == 2, "those of a living process stay, those of killed ones do not"
             mine.close()

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -177,7 +178,7 @@ class ForkServer:
                 socket.send_fds(self._commands, [message], [] if descriptor is None else [descriptor])
 
     def close(self) -> None:
-        """End the server and all its processes; a further `open` starts another one."""
+        """End the server and all its processes, and wait for it; a further `open` starts another one."""
         self._shut()
         self._commands = None
         for process in self._processes.values():
@@ -216,7 +217,7 @@ class ForkServer:
             arguments = (theirs, their_events, os.getpid(), self.modules)
             process = _SPAWN.Process(target=serve_forks, args=arguments, name="fork server")
             # also when this object is forgotten, and at exit, where multiprocessing waits for its processes
-            self._shut = Finalize(self, _shut, (ours, events), exitpriority=1)
+            self._shut = Finalize(self, _shut, (process, ours, events), exitpriority=1)
             try:
                 await asyncio.to_thread(process.start)
             except OSError as e:
@@ -254,11 +255,14 @@ class ForkServer:
                 self._processes.clear()
 
 
-def _shut(*sockets: socket.socket) -> None:
+def _shut(process: BaseProcess, *sockets: socket.socket) -> None:
+    """End the server by closing its sockets, and wait for it: it kills its processes first, and would stay a zombie otherwise."""
     for sock in sockets:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         sock.close()
+    if process.pid is not None:
+        process.join(END_TIMEOUT_S)
 
 
 def modules_of(*objects: Any) -> Modules:
