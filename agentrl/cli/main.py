@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 2
+        args.words = words
         with warnings_on_stderr():
             status: int = _ungrouped(args.run_command, args, rest)
     except (UsageError, StoreError) as e:

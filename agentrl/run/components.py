@@ -22,9 +22,7 @@ from agentrl.gateway.driver import make_driver
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
-from agentrl.replay.branch import play_branch
 from agentrl.reward import Reward, Scorer, resolve_rewards
-from agentrl.rollout.branching import BranchRule
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
@@ -37,12 +35,14 @@ from agentrl.run.runner_settings import RunnerSettings, runner_settings
 from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
+from agentrl.train.restarting import RestartingTrainer
 from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
     from agentrl.engine.sglang.plan import ServerPlan
     from agentrl.train.base import Critic, Trainer
     from agentrl.train.distillation import Teachers
+    from agentrl.train.megatron.trainer import MegatronTrainer
     from agentrl.weight_sync.base import WeightSync
 
 
@@ -99,10 +99,6 @@ class Components:
             self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
         self.driver = make_driver(config, self.env_class, [c.env_class for c in self.envs.values()])
-        if self.driver is not None and config.rollout.branch_at:
-            raise ConfigError(
-                f"{self.label}: the episodes of an agent that is a separate program cannot be branched; leave out --branch-at"
-            )
 
     async def require_env(self) -> None:
         """Construct the environment and its tools once and close them, so that a wrong argument is refused before anything starts.
@@ -197,11 +193,6 @@ class Components:
             max_failure_share=r.max_failure_share,
         )
 
-    def branching(self, split: str) -> BranchRule | None:
-        """Where episodes of a split are branched: those of training by --branch-at, those of evaluations nowhere."""
-        r = self.config.rollout
-        return BranchRule.of(r.branch_at, r.branch_samples) if split == "train" else None
-
     def env_limits(self) -> dict[str, int]:
         """The maximum concurrent episodes of environments that have such a limit, by `EpisodeSpec.env`."""
         limits = {env: c.env_class.max_concurrency for env, c in (self.envs or {"": self}).items()}
@@ -246,7 +237,6 @@ class Components:
             context_policy=self.context_policy,
             pools=self._pools,
             driver=self.driver,
-            play_branch=play_branch,
         )
 
     def slime_runner(self, generator: Generator, settings: RunnerSettings, function: Callable[..., Any]) -> SlimeRunner:
@@ -334,15 +324,17 @@ class Components:
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
-        from agentrl.train.megatron.trainer import MegatronTrainer
-
-        return MegatronTrainer(self.folder, reference=reference, run_dir=run_dir, **self._trainer_options())
+        return self._start_trainer(self.folder, run_dir, reference=reference)
 
     def critic(self, run_dir: Path) -> Critic:
         """Start the critic: a value model on separate ranks, with the trainer's settings."""
+        return self._start_trainer(self.critic_folder(), run_dir, critic=True)
+
+    def _start_trainer(self, model: Path, run_dir: Path, **options: Any) -> MegatronTrainer | RestartingTrainer:
         from agentrl.train.megatron.trainer import MegatronTrainer
 
-        return MegatronTrainer(self.critic_folder(), critic=True, run_dir=run_dir, **self._trainer_options())
+        start = functools.partial(MegatronTrainer, model, run_dir=run_dir, **options, **self._trainer_options())
+        return RestartingTrainer(start, run_dir / "trainer") if self.config.run.use_fault_tolerance else start()
 
     def teachers(self) -> Teachers | None:
         """The teachers of `--opd-teacher`; None: there are none."""
@@ -361,6 +353,7 @@ class Components:
             "tree_packing": c.train.tree_packing,
             "dtype": c.model.dtype,
             "threads": c.engine.threads,
+            "timeout_s": c.run.trainer_timeout_s,
         }
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ class WindowedTraining:
             limits = run.components.rollout_limits()
             player = GroupPlayer(
                 run.source,
-                Rollout(runner, limits, run.components.env_limits(), run.components.branching("train")),
+                Rollout(runner, limits, run.components.env_limits()),
                 limits,
                 keep=resolve_filter(settings.dynamic_sampling_filter_path),
                 max_resamples=settings.max_resamples,
@@ -138,6 +138,8 @@ class WindowedTraining:
         with self.timeline.span("trainer waits for groups", f"rollout {step + 1}"):
             taken = await pipeline.take()
         episodes = await player.collect(run.collector, step, taken)
+        if run.config.engine.colocate:  # the engine sleeps during training
+            await self._evaluated()
         run.report.add_episodes(*episodes)
         metrics = rollout_metrics(*episodes) | self._staleness(taken, episodes.groups)
         rollout = StageReport(metrics, {"rollout_s": time.perf_counter() - started})

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -346,12 +345,6 @@ def advantages(s):
     }
 
 
-def branches(s):
-    """Trained rows of branches in the first step by their branching turn."""
-    made = {t.episode_id: t.branch_turn for t in s.played if t.parent}
-    return dict(Counter(made[r.source[0]] for r in s.trainer.steps[0][0] if r.source[0] in made))
-
-
 def per_token(s):
     """Different weights of a token in the first step."""
     return len({float(w) for r in s.trainer.steps[0][0] for w in r.weights[r.weights > 0]})
@@ -482,8 +475,6 @@ CASES = [
     Case("num_rollout", 3, lambda s: len(s.trainer.steps), 3),
     Case("rollout_batch_size", 3, lambda s: len({r.source for r in s.trainer.steps[0][0]}), 6),
     Case("n_samples_per_prompt", 3, lambda s: [tasks(s).count(t) for t in tasks(s)[:1]], [3]),
-    Case("branch_at", ["1"], branches, {1: 4}, {"num_rollout": 1}),
-    Case("branch_samples", 2, branches, {1: 8}, {"num_rollout": 1, "branch_at": ["1"]}),
     Case("num_steps_per_rollout", 2, lambda s: [len(rows) for rows, _, _ in s.trainer.steps], [2, 2, 2, 2]),
     Case("rollout_temperature", 1.5, sampling("temperature"), {1.5}),
     Case("rollout_temperature", 1.5, lambda s: {float(t) for r in s.rows for t in r.temperature[r.weights > 0]}, {1.5}),
@@ -566,6 +557,7 @@ CASES = [
     Case("tree_packing", False, trainer("tree_packing"), False),
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
     Case("async_save", True, lambda s: [e for e in s.trainer.events if "save" in e], ["save begun", "save complete"]),
+    Case("trainer_timeout_s", 60.0, trainer("timeout_s"), 60.0),
     Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
     # evaluation
@@ -602,6 +594,7 @@ ELSEWHERE = {
     "group_rm": "needs a function: test_slime_hooks.py",
     "custom_generate_function_path": "needs a function: test_slime_hooks.py",
     "rollout_function_path": "needs a function: test_slime_hooks.py",
+    "use_fault_tolerance": "needs a crash: test_fault_tolerance.py",
     "log_level": "changes what is logged, nothing in the run",
     "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
     "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",
