@@ -39,6 +39,8 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     engine, train, data = config.engine, config.train, config.data
     yield from _schedule_without_effect(config.schedule)
     yield from _unused_by_the_loss(train)
+    if not config.rollout.branch_at and _changed(config.rollout, "branch_samples"):
+        yield "branch_samples", "without --branch-at; add it"
     if config.env.group_rm and not config.env.custom_rm_path:
         yield "group_rm", "without --custom-rm-path; add it, or mark a reward with @reward(group=True)"
     if not (data.prompt_data or config.eval.eval_prompt_data):
@@ -161,7 +163,10 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_functions(config: Config) -> None:
-    """Functions written for slime run in this process."""
+    """Functions written for slime play whole episodes, in this process."""
+    for name in ("custom_generate_function_path", "rollout_function_path"):
+        if config.rollout.branch_at and getattr(config.env, name):
+            raise ConfigError(f"{_flag(name)} plays whole episodes, which cannot be branched; leave out --branch-at")
     if config.rollout.runner_processes == 1:
         return
     for name in ("custom_generate_function_path", "rollout_function_path"):

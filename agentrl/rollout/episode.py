@@ -44,6 +44,7 @@ from agentrl.render.context_policy import (
 from agentrl.render.renderer import Renderer
 from agentrl.render.truncation import continue_context, is_long, open_segment
 from agentrl.reward import Scorer
+from agentrl.rollout.branching import BranchSpec, PlayBranch
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.recorder import Recorder
 from agentrl.rollout.turn import TurnDraft
@@ -127,6 +128,8 @@ class EpisodeRunner:
     """replaces `call_context_policy`, for replay"""
     driver: EpisodeDriver | None = None
     """plays the episodes of an environment whose agent is a separate program; None: the loop over turns"""
+    play_branch: PlayBranch | None = None
+    """plays a `BranchSpec`; None: the rollout has no branches"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close one episode. A failure of infrastructure becomes the trajectory's stop reason.
@@ -134,6 +137,9 @@ class EpisodeRunner:
         Raises:
             UsageError: user code broke its contract, or the settings cannot work.
         """
+        if isinstance(spec, BranchSpec):
+            assert self.play_branch is not None, "a rollout with branches gives its runners what plays them"
+            return await self.play_branch(self, spec)
         episode = Episode(self, spec)
         started = time.perf_counter()
         try:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from agentrl.errors import RewardFailure
 from agentrl.reward import Scorer
+from agentrl.rollout.branching import LEFT_RECORD, BranchRule, BranchSpec
 from agentrl.rollout.failures import CauseTable, FailureMonitor
 from agentrl.rollout.mixed_runner import MixedScorer
 from agentrl.types import EpisodeSpec, Group, Status, StopReason, Trajectory
@@ -60,11 +61,19 @@ class Rollout:
         runner: plays the episodes.
         limits: the limits of all episodes together.
         env_limits: maximum concurrent episodes of an environment, by its label (`EpisodeSpec.env`).
+        branching: where episodes are branched; None: nowhere.
     """
 
-    def __init__(self, runner: Runner, limits: RolloutLimits, env_limits: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        limits: RolloutLimits,
+        env_limits: Mapping[str, int] | None = None,
+        branching: BranchRule | None = None,
+    ) -> None:
         self.runner = runner
         self.limits = limits
+        self.branching = branching
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._env_slots = {env: asyncio.Semaphore(limit) for env, limit in (env_limits or {}).items()}
 
@@ -135,29 +144,43 @@ class Rollout:
         async with (
             asyncio.TaskGroup() as task_group
         ):  # an error cancels and closes the other members before it propagates
-            tasks = [task_group.create_task(self._episode(s, run)) for s in specs]
-        members = [t for task in tasks if (t := task.result()) is not None]
-        if len(members) < min(self.limits.min_group_size, len(specs)):
+            tasks = [task_group.create_task(self._tree(s, run)) for s in specs]
+        trees = [tree for task in tasks if (tree := task.result())]
+        if len(trees) < min(self.limits.min_group_size, len(specs)):
             run.table.dropped_groups += 1
             return None
+        members = [t for tree in trees for t in tree]
         scored = await self._score(members, run)
         return Group(specs[0].group_index, specs[0].task, tuple(scored)) if scored else None
+
+    async def _tree(self, spec: EpisodeSpec, run: _Run) -> list[Trajectory]:
+        """One episode and its branches; empty if the episode is lost. A branch that is lost is left out."""
+        root = await self._episode(spec, run)
+        if root is None or self.branching is None:
+            return [root] if root is not None else []
+        specs = self.branching.branches(spec, root)
+        run.add_waiting(len(specs))
+        async with asyncio.TaskGroup() as task_group:
+            tasks = [task_group.create_task(self._episode(s, run)) for s in specs]
+        return [root, *(t for task in tasks if (t := task.result()) is not None)]
 
     async def _episode(self, spec: EpisodeSpec, run: _Run) -> Trajectory | None:
         """One episode with its retries; each attempt waits for a slot. None if the episode is lost."""
         attempt, last = spec.attempt, max(spec.attempt, self.limits.max_retries)
+        if isinstance(spec, BranchSpec):  # its attempts are counted from its parent's
+            last = spec.attempt + self.limits.max_retries
         while True:
             async with self._env_slots.get(spec.env) or nullcontext(), self._slots:
                 if attempt == spec.attempt:
                     run.begin_episode()
-                trajectory = await self.runner.run(replace(spec, attempt=attempt))
+                trajectory = await self.runner.run(_attempt_of(spec, attempt))
             run.table.add(trajectory)
             run.progress(trajectory)
             if trajectory.status not in (Status.FAILED, Status.ABORTED):
                 run.monitor.succeeded()
                 return trajectory
             last += trajectory.cause == WEIGHT_UPDATE  # not a failure of the episode
-            lost = attempt >= last
+            lost = attempt >= last or trajectory.cause == LEFT_RECORD
             _log_failure(trajectory, run.table, lost=lost)
             run.monitor.failed(lost=lost)
             if lost:
@@ -199,6 +222,10 @@ class _Run:
         while self._waiting >= self._max_waiting:
             self._slot_taken.clear()
             await self._slot_taken.wait()
+        self.add_waiting(episodes)
+
+    def add_waiting(self, episodes: int) -> None:
+        """Add episodes that wait for a slot."""
         self._waiting += episodes
 
     def begin_episode(self) -> None:
@@ -232,6 +259,11 @@ class _InfrequentGC:
 
 
 infrequent_gc = _InfrequentGC()
+
+
+def _attempt_of(spec: EpisodeSpec, attempt: int) -> EpisodeSpec:
+    """The spec of an attempt. A branch keeps the attempt of its parent, whose seeds it needs, and counts its retries itself."""
+    return spec.retried(attempt - spec.attempt) if isinstance(spec, BranchSpec) else replace(spec, attempt=attempt)
 
 
 def _first(error: Exception) -> Exception:

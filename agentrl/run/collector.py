@@ -23,6 +23,11 @@ from agentrl.store.run_folder import RunFolder, settings_fingerprint
 from agentrl.types import EpisodeSpec, Group, Trajectory
 
 
+def record_order(trajectory: Trajectory) -> tuple[int, int, int, str]:
+    """Sorts episodes by their ordinals and attempts, and branches after the episode that they branched from."""
+    return trajectory.index, trajectory.attempt, trajectory.branch_turn, trajectory.episode_id
+
+
 class CollectedEpisodes(NamedTuple):
     """The outcome of a rollout or an evaluation."""
 
@@ -64,7 +69,8 @@ class Collector:
 
         def note_attempt(trajectory: Trajectory) -> None:
             if trajectory.episode_id not in attempts:
-                progress.episode_done()
+                if trajectory.parent is None:  # a branch is part of its parent's place
+                    progress.episode_done()
                 if self.processes is not None:  # generations in other processes are not counted as they come
                     progress.tokens += trajectory.sampled_tokens
             attempts[trajectory.episode_id] = trajectory
@@ -74,13 +80,18 @@ class Collector:
         settings = self.settings(split, policy_version)
         try:
             async with progress, self.runner(settings, CountedGenerator(self.engine, progress)) as runner:
-                rollout = Rollout(runner, self.components.rollout_limits(), self.components.env_limits())
+                rollout = Rollout(
+                    runner,
+                    self.components.rollout_limits(),
+                    self.components.env_limits(),
+                    self.components.branching(split),
+                )
                 complete, causes = await rollout.run(groups, note_attempt)
             if self.processes is not None:
                 causes.counts.update(self.processes.deaths)
         finally:
             final = attempts | {t.episode_id: t for g in complete for t in g.trajectories}
-            ordered = sorted(final.values(), key=lambda t: (t.index, t.attempt))
+            ordered = sorted(final.values(), key=record_order)
             violations = await asyncio.to_thread(self.record, ordered, step, split)
         return CollectedEpisodes(complete, causes, violations)
 

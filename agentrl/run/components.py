@@ -22,7 +22,9 @@ from agentrl.gateway.driver import make_driver
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
+from agentrl.replay.branch import play_branch
 from agentrl.reward import Reward, Scorer, resolve_rewards
+from agentrl.rollout.branching import BranchRule
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
@@ -99,6 +101,10 @@ class Components:
             self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
         self.driver = make_driver(config, self.env_class, [c.env_class for c in self.envs.values()])
+        if self.driver is not None and config.rollout.branch_at:
+            raise ConfigError(
+                f"{self.label}: the episodes of an agent that is a separate program cannot be branched; leave out --branch-at"
+            )
 
     async def require_env(self) -> None:
         """Construct the environment and its tools once and close them, so that a wrong argument is refused before anything starts.
@@ -193,6 +199,11 @@ class Components:
             max_failure_share=r.max_failure_share,
         )
 
+    def branching(self, split: str) -> BranchRule | None:
+        """Where episodes of a split are branched: those of training by --branch-at, those of evaluations nowhere."""
+        r = self.config.rollout
+        return BranchRule.of(r.branch_at, r.branch_samples) if split == "train" else None
+
     def env_limits(self) -> dict[str, int]:
         """The maximum concurrent episodes of environments that have such a limit, by `EpisodeSpec.env`."""
         limits = {env: c.env_class.max_concurrency for env, c in (self.envs or {"": self}).items()}
@@ -237,6 +248,7 @@ class Components:
             context_policy=self.context_policy,
             pools=self._pools,
             driver=self.driver,
+            play_branch=play_branch,
         )
 
     def slime_runner(self, generator: Generator, settings: RunnerSettings, function: Callable[..., Any]) -> SlimeRunner:

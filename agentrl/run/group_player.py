@@ -13,7 +13,7 @@ from agentrl.data.mixed_source import MixedSource
 from agentrl.errors import RewardFailure, boundary
 from agentrl.rollout.failures import CauseTable, FailureMonitor
 from agentrl.rollout.rollout import Progress, Rollout, RolloutLimits
-from agentrl.run.collector import CollectedEpisodes, Collector
+from agentrl.run.collector import CollectedEpisodes, Collector, record_order
 from agentrl.schedule.pace import GroupFilter
 from agentrl.schedule.pipeline import Taken
 from agentrl.types import EpisodeSpec, Group, Trajectory
@@ -76,7 +76,7 @@ class GroupPlayer:
             group, table = await self.rollout.play_group(self.specs[slot], self._monitor, _noting(attempts))
             causes.merge(table)
             attempts |= {t.episode_id: t for t in (group.trajectories if group else ())}
-            played = tuple(sorted(attempts.values(), key=lambda t: (t.index, t.attempt)))
+            played = tuple(sorted(attempts.values(), key=record_order))
             if group is None or self._may_train(group):
                 return PlayedGroup(group=group, attempts=played, refused=tuple(refused), causes=causes)
             refused += played

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from agentrl.reward import component_means
+from agentrl.rollout.branching import LEFT_RECORD
 from agentrl.rollout.failures import CauseTable
 from agentrl.train.advantage import EQUAL
-from agentrl.types import Group, Status, Trajectory
+from agentrl.types import Group, Provenance, Status, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int
         causes: the stop reasons of all attempts.
         violations: exactness violations in all attempts.
     """
-    episodes = [t for g in groups for t in g.trajectories]
+    every = [t for g in groups for t in g.trajectories]
+    episodes = [t for t in every if t.parent is None]
     metrics: dict[str, float] = {
         "episodes": len(episodes),
         "failures": causes.failures,
@@ -38,14 +40,26 @@ def rollout_metrics(groups: Sequence[Group], causes: CauseTable, violations: int
         "exactness_violations": violations,
     }
     metrics |= {f"stop/{reason}": count for reason, count in causes.by_reason().items()}
+    metrics |= branch_metrics(every, causes)
     if not episodes:
         return metrics
     return metrics | _means(groups)
 
 
+def branch_metrics(episodes: Sequence[Trajectory], causes: CauseTable) -> dict[str, float]:
+    """The number of branches, of the tokens that they sampled themselves, and of those that were refused; {} without branches."""
+    branches = [t for t in episodes if t.parent is not None]
+    refused = sum(count for (_, cause), count in causes.counts.items() if cause == LEFT_RECORD)
+    if not (branches or refused):
+        return {}
+    own = (s for t in branches for g in t.segments for s in g.spans if s.turn >= t.branch_turn)
+    sampled = sum(len(s.ids) for s in own if s.provenance is Provenance.SAMPLED)
+    return {"branches": len(branches), "branch_tokens": sampled, "branches_refused": refused}
+
+
 def _means(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the episodes of complete groups."""
-    episodes = [t for g in groups for t in g.trajectories]
+    """Means over the episodes of complete groups, without their branches; a group is flat if these have equal scores too."""
+    episodes = [t for g in groups for t in g.trajectories if t.parent is None]
     metrics: dict[str, float] = {
         "reward": _mean_score(episodes),
         "turns": fmean(len(t.turns) for t in episodes),

@@ -385,10 +385,8 @@ def require_estimator(config: Config) -> None:
     named = f"--advantage-estimator {settings.advantage_estimator}"
     if "teacher" in estimator.needs and not settings.opd_teacher:
         raise ConfigError(f"{named} learns from a teacher alone; give --opd-teacher")
-    if "branches" in estimator.needs:
-        raise ConfigError(
-            f"{named} compares siblings at a branch, which rollouts do not have; choose another estimator"
-        )
+    if "branches" in estimator.needs and not config.rollout.branch_at:
+        raise ConfigError(f"{named} compares siblings at a branch; give --branch-at with the turns to branch at")
     if estimator.policy_loss == "sequence":
         if settings.calculate_per_token_loss:
             raise ConfigError(

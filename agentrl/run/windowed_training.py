@@ -113,7 +113,7 @@ class WindowedTraining:
             limits = run.components.rollout_limits()
             player = GroupPlayer(
                 run.source,
-                Rollout(runner, limits, run.components.env_limits()),
+                Rollout(runner, limits, run.components.env_limits(), run.components.branching("train")),
                 limits,
                 keep=resolve_filter(settings.dynamic_sampling_filter_path),
                 max_resamples=settings.max_resamples,

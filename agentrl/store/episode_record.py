@@ -261,8 +261,10 @@ def _image(sha256: str, images: Path | None) -> Image:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def token_columns(segment: Mapping[str, Any], trained: Iterable[str] = ("SAMPLED",)) -> dict[str, list[Any]]:
-    """Return the tokens of a recorded segment, one list per property. `trained` names the provenances with mask 1."""
+def token_columns(
+    segment: Mapping[str, Any], trained: Iterable[str] = ("SAMPLED",), branch_turn: int = 0
+) -> dict[str, list[Any]]:
+    """Return the tokens of a recorded segment, one list per property. `trained` names the provenances with mask 1, from `branch_turn` on."""
     spans = segment["spans"]
 
     def per_token(value: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
@@ -272,7 +274,7 @@ def token_columns(segment: Mapping[str, Any], trained: Iterable[str] = ("SAMPLED
         "ids": [i for span in spans for i in span["ids"]],
         "provenance": per_token(lambda span: int(Provenance[span["provenance"]])),
         "turn": per_token(lambda span: span["turn"]),
-        "mask": per_token(lambda span: int(span["provenance"] in trained)),
+        "mask": per_token(lambda span: int(span["provenance"] in trained and span["turn"] >= branch_turn)),
         "log_prob": [v for span in spans for v in (span.get("log_probs") or [None] * len(span["ids"]))],
         "version": per_token(lambda span: span.get("policy_version")),
         "temperature": per_token(lambda span: span.get("temperature")),

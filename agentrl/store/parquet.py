@@ -33,7 +33,8 @@ configs:
     path: data/*.parquet
 ---
 
-Episodes recorded by agentrl, one row per segment of an episode. `loss_mask` is 1 where the policy sampled the token. `log_probs` are the
+Episodes recorded by agentrl, one row per segment of an episode. `loss_mask` is 1 where the policy sampled the token, in a
+branch from its first own turn on. `log_probs` are the
 engine's, as natural logarithms. `rewards` is a list of `{name, value}`; the value of a component that abstained is null. `record`, in the
 row of an episode's first segment, is the complete record as JSON.
 
@@ -94,7 +95,7 @@ def rows_of(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "answer": answers[-1] if answers else None,
     }
     for number, segment in enumerate(record["segments"]):
-        tokens = token_columns(segment)
+        tokens = token_columns(segment, branch_turn=record.get("branch_turn", 0))
         yield {
             **episode,
             "segment": number,

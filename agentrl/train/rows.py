@@ -98,10 +98,10 @@ def _sampled(sample: Sample) -> NDArray[np.bool_]:
 
 
 def split_steps(samples: Sequence[Sample], steps: int) -> list[list[Sample]]:
-    """Samples of each optimizer step: whole episodes in the order of their index, divided evenly."""
-    episodes: dict[str, list[Sample]] = {}
+    """Samples of each optimizer step: whole episodes in the order of their index, divided evenly. Branches have the index of their episode."""
+    episodes: dict[str | int, list[Sample]] = {}
     for sample in sorted(samples, key=lambda s: -1 if s.index is None else s.index):
-        episodes.setdefault(sample.episode_id, []).append(sample)
+        episodes.setdefault(sample.episode_id if sample.index is None else sample.index, []).append(sample)
     parts = np.array_split(np.arange(len(episodes)), max(1, min(steps, len(episodes))))
     members = list(episodes.values())
     return [list(chain.from_iterable(members[i] for i in part)) for part in parts]

@@ -1,9 +1,9 @@
 """The record of one optimizer step's batch, written beside the episodes, and the rows rebuilt from it.
 
 Tokens, masks and the engine's log-probs are in the records of the episodes. A step record holds the segments in order with their weights and
-advantages (the mean, and one for each token where they differ), the trainer's log-probs of the trained tokens, and the batch plan with the
-tokens of each micro-batch. `old_log_probs`, `ref_log_probs` and the others of `OPTIONAL_INPUTS` are the loss's inputs; where the loss used its
-own log-probs (one optimizer step per rollout), `log_probs` holds those.
+advantages (for each token where they differ in a row; `advantage` is then the mean, `weight` the first), the trainer's log-probs of the trained
+tokens, and the batch plan with the tokens of each micro-batch. `old_log_probs`, `ref_log_probs` and the others of `OPTIONAL_INPUTS` are the loss's
+inputs; where the loss used its own log-probs (one optimizer step per rollout), `log_probs` holds those.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def _row_record(row: Row, log_probs: Floats | None) -> dict[str, Any]:
     advantages = row.advantages[trained]
     if len(advantages) and (advantages != advantages[0]).any():
         record |= {"advantage": float(advantages.mean()), "advantages": advantages}
+    weights = row.weights[trained]
+    if len(weights) and (weights != weights[0]).any():
+        record["weights"] = weights
     # values of trained tokens only: elsewhere they are 0. float32 arrays, which orjson writes with the fewest digits
     if row.old_log_probs is None and log_probs is not None:
         record["log_probs"] = log_probs[trained]
@@ -78,7 +81,9 @@ def _rebuild(record: Mapping[str, Any], sample: Sample) -> Row:
             f"episode {record['episode_id']}, segment {record['segment_index']}: recorded {record['tokens']} tokens, "
             f"{record['trained']} of them trained; its episode has {length} and {len(trained)}"
         )
-    arrays: dict[str, Any] = {name: np.zeros(length, np.float32) for name in OPTIONAL_INPUTS if name in record}
+    arrays: dict[str, Any] = {
+        name: np.zeros(length, np.float32) for name in (*OPTIONAL_INPUTS, "weights") if name in record
+    }
     for name, array in arrays.items():
         array[trained] = record[name]
     advantage = np.array(record["advantages"]) if "advantages" in record else record["advantage"]

@@ -16,6 +16,7 @@ from agentrl.config.settings import TrainSettings
 from agentrl.train import corrections
 from agentrl.train.advantage import Compared, Overlong, compare
 from agentrl.train.base import Critic, LossConfig, Row, Trainer
+from agentrl.train.branch_weights import with_branch_weights
 from agentrl.train.distillation import Teachers
 from agentrl.train.estimators import Doubles, Estimator, Options, find_estimator, whiten
 from agentrl.train.estimators.turns import anchor_groups
@@ -284,4 +285,7 @@ def _rows_of_steps(groups: Sequence[Group], compared: Compared, config: Config, 
         "normalisation": normalisation(config.train, estimator),
         "constant": config.rollout.rollout_max_response_len,
     }
-    return [make_rows(part, advantages, **how) for part in parts]
+    steps = [make_rows(part, advantages, **how) for part in parts]
+    if (compared.data.parents < 0).all():
+        return steps
+    return [with_branch_weights(rows, compared, **how) for rows in steps]

@@ -57,6 +57,7 @@ def episode_detail(
                 row=row_of_segment.get(number) or {},
                 contexts=[t["context_length"] for t in record["turns"] if t["segment"] == number],
                 trained=("SAMPLED", "DEMONSTRATION") if sft else ("SAMPLED",),
+                branch_turn=record.get("branch_turn", 0),
             )
             for number, segment in enumerate(record["segments"])
         ],
@@ -94,9 +95,10 @@ def _segment(
     row: Mapping[str, Any],
     contexts: list[int],
     trained: tuple[str, ...],
+    branch_turn: int,
 ) -> dict[str, Any]:
     """Return the tokens of a segment, one list per property. `row` is the training row of the segment; {} if it was not trained on."""
-    columns = token_columns(segment, trained)
+    columns = token_columns(segment, trained, branch_turn)
 
     def per_token(trained_values: Sequence[float] | None) -> list[float | None] | None:
         if trained_values is None:

@@ -62,7 +62,7 @@ ERRORS = {
     "train --advantage-estimator gae": "train: --advantage-estimator gae is not accepted: give ppo",
     "train --advantage-estimator grop": (
         "train: --advantage-estimator must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, ppo, "
-        "gigpo, distillation, or file.py:function, found grop"
+        "gigpo, branch_rloo, distillation, or file.py:function, found grop"
     ),
     "train --env search_r1 --advantage-estimator gspo": (
         "train: --advantage-estimator gspo weighs episodes equally, whatever their length; give --calculate-per-token-loss false"

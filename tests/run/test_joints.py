@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -345,6 +346,12 @@ def advantages(s):
     }
 
 
+def branches(s):
+    """Trained rows of branches in the first step by their branching turn."""
+    made = {t.episode_id: t.branch_turn for t in s.played if t.parent}
+    return dict(Counter(made[r.source[0]] for r in s.trainer.steps[0][0] if r.source[0] in made))
+
+
 def per_token(s):
     """Different weights of a token in the first step."""
     return len({float(w) for r in s.trainer.steps[0][0] for w in r.weights[r.weights > 0]})
@@ -475,6 +482,8 @@ CASES = [
     Case("num_rollout", 3, lambda s: len(s.trainer.steps), 3),
     Case("rollout_batch_size", 3, lambda s: len({r.source for r in s.trainer.steps[0][0]}), 6),
     Case("n_samples_per_prompt", 3, lambda s: [tasks(s).count(t) for t in tasks(s)[:1]], [3]),
+    Case("branch_at", ["1"], branches, {1: 4}, {"num_rollout": 1}),
+    Case("branch_samples", 2, branches, {1: 8}, {"num_rollout": 1, "branch_at": ["1"]}),
     Case("num_steps_per_rollout", 2, lambda s: [len(rows) for rows, _, _ in s.trainer.steps], [2, 2, 2, 2]),
     Case("rollout_temperature", 1.5, sampling("temperature"), {1.5}),
     Case("rollout_temperature", 1.5, lambda s: {float(t) for r in s.rows for t in r.temperature[r.weights > 0]}, {1.5}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -153,3 +153,27 @@ def episode(model: Bigram, rng: np.random.Generator, *, index: int, group: int, 
     reason = StopReason.MAX_TURNS if cut else StopReason.TERMINATED
     score = float(rng.choice([0.0, 1.0, rng.normal()]))
     return trajectory(segments, index=index, group=group, reason=reason, score=score, turns=turns)
+
+
+def tree():
+    """Two episodes of three turns; the first has two branches from turn 1 and one from turn 2."""
+    rng, model = np.random.default_rng(1), Bigram.random(1)
+
+    def three_turns(index, score, **more):
+        while True:
+            t = episode(model, rng, index=index, group=0)
+            if len(t.turns) == 3 and len(t.segments) == 1:
+                bare = tuple(replace(turn, reward=0.0) for turn in t.turns)
+                return replace(t, turns=bare, rewards={"r": score}, **more)
+
+    def branch(name, index, score, turn):
+        return replace(three_turns(index, score), episode_id=name, parent="0-0", branch_turn=turn)
+
+    members = [
+        three_turns(0, 1.0),
+        three_turns(1, 0.5),
+        branch("b1", 0, 0.0, 1),
+        branch("b2", 0, 2.0, 1),
+        branch("c1", 0, 4.0, 2),
+    ]
+    return [Group(0, Task("x", "x"), tuple(members))]

@@ -16,6 +16,16 @@ def _temperature(value: float) -> float:
     return value
 
 
+def _branch_at(values: tuple[str, ...]) -> tuple[str, ...]:
+    turns = [value for value in values if value.isascii() and value.isdecimal() and int(value) > 0]
+    if values != ("entropy",) and (len(turns) < len(values) or len(set(map(int, turns))) < len(turns)):
+        raise ValueError(
+            "must be different turns, counted from 0 and above 0, or the word entropy",
+            "turn 0 is what --n-samples-per-prompt samples",
+        )
+    return values
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutSettings:
     """Sampling of episodes."""
@@ -30,6 +40,14 @@ class RolloutSettings:
     """episodes per task, at least 2 to train
 
     The episodes of a task are a group; training learns from the differences between their rewards."""
+    branch_at: Annotated[tuple[str, ...], AfterValidator(_branch_at), "TURN|entropy"] = ()
+    """turns, counted from 0, at which each episode of training is branched (default: none)
+
+    A branch plays the turns before by verified replay and samples from that turn on; it is compared with its siblings by
+    --advantage-estimator branch_rloo. entropy: the turn after the first whose sampled tokens have the largest mean -log p. An environment that
+    does not repeat its answers is refused, and its branches are counted as failures. Branches are in addition to --n-samples-per-prompt."""
+    branch_samples: Annotated[int, Field(ge=1)] = 1
+    """branches at each turn of --branch-at"""
     global_batch_size: Annotated[int | None, Field(ge=1)] = None
     """episodes per optimizer step (default: tasks × episodes per task / optimizer steps per rollout)"""
     num_steps_per_rollout: Annotated[int, Field(ge=1)] = 1

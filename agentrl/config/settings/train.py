@@ -19,6 +19,7 @@ ESTIMATOR_NAMES = (
     "cispo",
     "ppo",
     "gigpo",
+    "branch_rloo",
     "distillation",
 )
 """Advantage estimators that are built in (agentrl/train/estimators)."""
@@ -38,7 +39,7 @@ class TrainSettings:
     """how advantages are computed: grpo, dr_grpo, rloo, gspo, cispo, ppo, gigpo … or file.py:function
 
     docs/estimators.md has the formula and the source of each: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo,
-    ppo, gigpo, distillation. A function of a file has the decorator `@agentrl.train.estimators.estimator`."""
+    ppo, gigpo, branch_rloo, distillation. A function of a file has the decorator `@agentrl.train.estimators.estimator`."""
     normalize_advantages: bool = False
     """subtract the mean of the advantages of a rollout's trained tokens and divide by their standard deviation
 

@@ -88,16 +88,52 @@ class Episodes:
                 values[members] = compare(scores)
         return values
 
-    def on_tokens(self, values: Doubles) -> Doubles:
-        """[T] the episodes' values on their tokens. A token that branches share gets the mean of the episodes that hold it."""
-        tokens = values[self.episode]
+    def shares(self) -> Doubles:
+        """[E] the share of an episode in its tree, whose shares add up to 1.
+
+        At each branching turn the rest of the parent and the branches have equal shares of what is left.
+        """
+        shares = np.ones(len(self.scores))
         for parent in np.unique(self.parents[self.parents >= 0]).tolist():
             children = np.flatnonzero(self.parents == parent)
+            for turn in np.unique(self.branch_turns[children]).tolist():
+                siblings = children[self.branch_turns[children] == turn]
+                shares[parent] /= 1 + len(siblings)
+                shares[siblings] = shares[parent]
+        return shares
+
+    def below(self, parent: int, turn: int) -> Ints:
+        """The episodes that hold the parent's tokens of a turn: itself, and its branches at later turns."""
+        return np.concatenate([[parent], np.flatnonzero((self.parents == parent) & (self.branch_turns > turn))])
+
+    def over_holders(self, combine: Callable[[Ints], float], values: Doubles) -> Doubles:
+        """[T] the episodes' values [E] on their tokens; on tokens that branches share, what `combine` returns for the episodes that hold them."""
+        tokens = values[self.episode]
+        for parent in np.unique(self.parents[self.parents >= 0]).tolist():
             own = np.flatnonzero(self.episode == parent)
             for turn in np.unique(self.turn[own]).tolist():
-                holders = [parent, *children[self.branch_turns[children] > turn].tolist()]
-                tokens[own[self.turn[own] == turn]] = values[holders].mean()
+                holders = self.below(parent, turn)
+                if len(holders) > 1:
+                    tokens[own[self.turn[own] == turn]] = combine(holders)
         return tokens
+
+    def on_tokens(self, values: Doubles) -> Doubles:
+        """[T] the episodes' values on their tokens. A token that branches share gets the mean over the episodes that hold it, by `shares`."""
+        shares = self.shares()
+        return self.over_holders(lambda holders: float(np.average(values[holders], weights=shares[holders])), values)
+
+    def token_shares(self, per_episode: Doubles) -> Doubles:
+        """[T] the sum of shares × per_episode [E] over the episodes that hold a token: what independent rows of whole episodes would add up to."""
+        terms = self.shares() * per_episode
+        return self.over_holders(lambda holders: float(terms[holders].sum()), terms)
+
+    def whole_lengths(self) -> Doubles:
+        """[E] trained tokens of each episode; of a branch, with those of its parent that it repeats."""
+        lengths = np.bincount(self.episode, minlength=len(self.scores)).astype(np.float64)
+        whole = lengths.copy()
+        for branch in np.flatnonzero(self.parents >= 0).tolist():
+            whole[branch] += np.sum((self.episode == self.parents[branch]) & (self.turn < self.branch_turns[branch]))
+        return whole
 
 
 Compute = Callable[[Episodes, Options], Doubles]

@@ -74,9 +74,9 @@ def branch_rloo(episodes: Episodes, options: Options) -> Doubles:
 
 
 def _subtree(episodes: Episodes, root: int, turn: int) -> float:
-    """Mean score of an episode and its branches after `turn`."""
-    children = np.flatnonzero((episodes.parents == root) & (episodes.branch_turns > turn))
-    return float(episodes.scores[[root, *children.tolist()]].mean())
+    """Mean score of an episode and its branches after `turn`, by their shares."""
+    members = episodes.below(root, turn)
+    return float(np.average(episodes.scores[members], weights=episodes.shares()[members]))
 
 
 def _subtract_siblings(episodes: Episodes, root: int, others: list[float], values: Doubles, baselines: Doubles) -> None:

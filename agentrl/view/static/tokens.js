@@ -271,7 +271,7 @@ AR.facts = function (e) {
   const sampled = e.segments.reduce((n, s) => n + s.mask.reduce((a, b) => a + b, 0), 0);
   const tokens = e.segments.reduce((n, s) => n + s.ids.length, 0);
   const replay = e.replay === null ? "identical" : e.replay === undefined || e.replay === "unknown" ? null : `${e.replay.cause}: ${e.replay.what}`;
-  const all = [["ended by", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
+  const all = [["ended by", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["branch of", e.parent ? `${e.parent} at turn ${e.branch_turn}` : null], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
   return AR.h("div", { class: "facts" }, all.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => AR.h("span", {}, `${k} `, AR.h("b", {}, AR.visible(AR.number(v))))));
 };
 
