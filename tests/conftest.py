@@ -133,6 +133,23 @@ async def double():
 
 
 @pytest.fixture(scope="session")
+def rank_stock(tmp_path_factory):
+    """Rank processes of trainers, for all tests."""
+    from reused_ranks import RankStock
+
+    stock = RankStock(tmp_path_factory.mktemp("ranks"))
+    yield stock
+    stock.close()
+
+
+@pytest.fixture
+def reused_ranks(rank_stock):
+    """Trainers that this test starts take their ranks from a stock, which saves the imports."""
+    with rank_stock.used():
+        yield
+
+
+@pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder that holds a tokenizer and nothing else."""
     backend = tokenizers.Tokenizer(models.BPE())

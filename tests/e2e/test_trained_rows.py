@@ -42,6 +42,7 @@ def arrays(row):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("reused_ranks")
 @pytest.mark.parametrize("words", [[], ["--num-steps-per-rollout", "2", "--use-kl-loss", "--kl-loss-coef", "0.01"]])
 async def test_rows_rebuilt_from_the_record_are_those_that_were_trained_on(tmp_path, noted, words):
     run = tmp_path / "run"

@@ -8,7 +8,9 @@ import sys
 import time
 import zlib
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from aiohttp import web
@@ -17,6 +19,7 @@ from sglang_double import Double
 
 from agentrl.config import build_config
 from agentrl.core.child_process import session_members
+from agentrl.engine.sglang import router
 from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
 from agentrl.rollout import process_pool as runners
 from agentrl.run.components import Components
@@ -73,8 +76,35 @@ def script(tokenizer):
     return answer
 
 
+@pytest.fixture(scope="module")
+def fork_context():
+    """Processes forked from one that has imported what they need, which saves most of the time of these tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["agentrl.run.components", "agentrl.engine.sglang.fleet", "transformers", "quick_heartbeats"]
+    )
+    path = os.pathsep.join([str(Path(ENV).parent), os.environ.get("PYTHONPATH", "")])
+    with patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
+    yield context
+    forkserver._forkserver._stop()
+
+
+@pytest.fixture(autouse=True)
+def forked(request, monkeypatch):
+    """A test with the mark `usefixtures("spawned")` starts them as a run does."""
+    if "spawned" not in request.fixturenames:
+        monkeypatch.setattr(runners, "_SPAWN", request.getfixturevalue("fork_context"))
+
+
 @pytest.fixture
-async def servers(tokenizer):
+def spawned(): ...
+
+
+@pytest.fixture
+async def servers(tokenizer, monkeypatch):
+    # the settings ask each whether it is a router, and block the event loop on which it would answer
+    monkeypatch.setattr(router, "TIMEOUT_S", 0.01)
     Server.running = Server.most = 0
     found = [await Server(answer=script(tokenizer)).start() for _ in range(2)]
     yield found
@@ -122,6 +152,7 @@ def table_of(said: str) -> str:
     return said[said.rindex("stop reason") : said.rindex("groups dropped")]
 
 
+@pytest.mark.usefixtures("spawned")
 async def test_the_number_of_processes_does_not_change_the_episodes(settings, servers):
     one, said_one = await run(settings("one", 1))
     two, said_two = await run(settings("two", 2))
@@ -200,11 +231,11 @@ async def test_a_process_that_always_dies_ends_the_run(settings):
 
 
 async def test_a_blocked_process_is_killed_and_replaced(settings, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(runners, "HEARTBEAT_TIMEOUT_S", 8.0)
-    monkeypatch.setattr(runners, "HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(runners, "HEARTBEAT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(runners, "HEARTBEAT_S", 0.5)
     done, _ = await run(settings("blocked", 2, does="block_once", flag=str(tmp_path / "flag")))
     assert len(done) == 24
-    assert "sent no heartbeat for 8 s" in caplog.text
+    assert "sent no heartbeat for 3 s" in caplog.text
 
 
 async def test_a_broken_contract_ends_the_run_with_its_sentence(settings):

@@ -15,6 +15,7 @@ from agentrl.errors import DataError, InvariantError, WorkerError
 from agentrl.train.base import LossConfig
 from agentrl.train.megatron.trainer import MegatronTrainer
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reused_ranks")]
 LOSS = LossConfig(kind="value", value_clip=0.2)
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 FULL = pytest.mark.full
@@ -64,7 +65,6 @@ def stepped(critic, rows):
     return {name: value for name, value in critic.step(rows, LOSS, 1e-3).items() if name != "rates"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "world"),
     [
@@ -107,7 +107,6 @@ def test_values_and_gradients_equal_those_of_transformers_and_a_checkpoint_conti
             critic.step([replace(r, returns=None) for r in rows], LOSS, 1e-2)
 
 
-@pytest.mark.slow
 def test_a_head_that_is_missing_is_0_and_one_with_a_bias_is_refused(tmp_path):
     model = make_critic(tmp_path / "model", head=False)
     with start(model, tmp_path / "a") as critic:

@@ -74,6 +74,7 @@ def start(model: Path, run_dir: Path, **options) -> MegatronTrainer:
     return MegatronTrainer(model, run_dir=run_dir, threads=1, **{"timeout_s": 120.0, **options})
 
 
+@pytest.mark.usefixtures("reused_ranks")
 @pytest.mark.parametrize(("kind", "settings", "world", "micro_batch_tokens"), LAYOUTS)
 def test_a_layout_equals_transformers(tmp_path, kind, settings, world, micro_batch_tokens):
     """Log-probs, loss, every gradient and its norm, at temperatures 1 and 0.7, and the weights exported and stepped."""
@@ -172,10 +173,10 @@ def check_step(trainer, hf, rows, folder):
         pytest.param(PP2, 2, id="PP2", marks=FULL),
     ],
 )
-def test_a_resumed_run_continues_bit_exactly(tmp_path, settings, world):
+def test_a_resumed_run_continues_bit_exactly(tmp_path, rank_stock, settings, world):
     model = make_model(tmp_path / "model")
     rows, options = make_rows(model), {"megatron": settings, "world_size": world, "micro_batch_tokens": 64}
-    with start(model, tmp_path / "a", **options) as trainer:
+    with rank_stock.used(), start(model, tmp_path / "a", **options) as trainer:
         for lr in (1e-2, 2e-2):
             trainer.step(rows, LossConfig(), lr)
         complete = trainer.begin_save(tmp_path / "checkpoint")  # written while the trainer goes on
@@ -191,7 +192,7 @@ def test_a_resumed_run_continues_bit_exactly(tmp_path, settings, world):
         assert trainer.export_weights(tmp_path / "again").fingerprint == marks[0]
         with pytest.raises(StoreError, match="already exists"):
             trainer.save(tmp_path / "checkpoint")
-    with start(model, tmp_path / "b", **options) as fresh:
+    with start(model, tmp_path / "b", **options) as fresh:  # in new processes
         fresh.load(tmp_path / "checkpoint")
         assert [numbers(fresh, rows, lr) for lr in (1e-2, 5e-3, 2e-3)] == metrics
         assert fresh.export_weights(tmp_path / "resumed").fingerprint == marks[1]
@@ -252,6 +253,7 @@ def hung(trainer, rows):
         trainer.step(rows, LossConfig(), 1e-3)
 
 
+@pytest.mark.usefixtures("reused_ranks")
 def test_a_rank_killed_during_a_step_is_named_soon(tmp_path):
     model = make_model(tmp_path / "model")
     rows = make_rows(model) * 300
@@ -273,6 +275,7 @@ def test_a_rank_killed_during_a_step_is_named_soon(tmp_path):
         assert all(p.poll() is not None for p in processes)
 
 
+@pytest.mark.usefixtures("reused_ranks")
 def test_invalid_settings_are_a_usage_error(tmp_path):
     model = make_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="not a multiple"):
@@ -304,6 +307,7 @@ def test_workers_end_when_the_controller_is_killed(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("reused_ranks")
 @pytest.mark.parametrize(("settings", "world"), [({}, 2), (TP2, 2)], ids=["DP2", "TP2"])
 def test_a_checkpoint_opens_at_another_parallel_size(tmp_path, settings, world):
     model = make_model(tmp_path / "model")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from agentrl.train.base import LossConfig
 from agentrl.train.megatron.trainer import MegatronTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reused_ranks")]
 SETTINGS = {"weight_decay": 0.3, "adam_beta1": 0.7, "adam_beta2": 0.9, "adam_eps": 1e-3, "clip_grad": 0.5}
 RATES = (1e-2, 3e-2, 5e-3)
 

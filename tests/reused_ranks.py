@@ -1,0 +1,77 @@
+"""Rank processes that serve several trainers, one after the other, each in its own layout: importing torch and megatron takes longest.
+
+`python -m reused_ranks FD PARENT` is one rank; with the fixture `reused_ranks` trainers use them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest.mock import patch
+
+from agentrl.train.megatron import rank_process
+from agentrl.train.megatron.rank_pool import RankPool, RankSetup
+
+
+class RankStock:
+    """The ranks that wait for their next trainer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, 0
+        self.idle: list[tuple[subprocess.Popen[bytes], Connection, Path]] = []
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Trainers that start inside take ranks of the stock, and return them when they close."""
+        with patch("agentrl.train.megatron.trainer.RankPool", lambda world, *_: ReusedRanks(self, world)):
+            yield
+
+    def close(self) -> None:
+        RankPool.close(ReusedRanks(self, len(self.idle)))
+
+
+class ReusedRanks(RankPool):
+    """Ranks that stay when a trainer closes, except after a failure."""
+
+    module = "reused_ranks"
+
+    def __init__(self, stock: RankStock, world: int) -> None:
+        taken = [stock.idle.pop() for _ in range(min(world, len(stock.idle)))]
+        stock.started += 1
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        with patch.dict(os.environ, PYTHONPATH=path):
+            super().__init__(world - len(taken), stock.folder / str(stock.started), 1)
+        self.stock = stock
+        for process, connection, log in taken:
+            self.processes.append(process)
+            self.connections.append(connection)
+            self.logs.append(log)
+
+    def close(self, grace_s: float = 5.0) -> None:
+        if grace_s == 0:
+            super().close(grace_s)
+        self.stock.idle += zip(self.processes, self.connections, self.logs, strict=False)
+        self.processes, self.connections = [], []
+
+
+def join_again(setup: RankSetup) -> None:
+    """Leave the process group of the trainer before, if there was one, and join that of the next."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    join_process_group(setup)
+
+
+join_process_group = rank_process.join_process_group
+if __name__ == "__main__":
+    rank_process.join_process_group = join_again
+    rank_process.main(sys.argv)
