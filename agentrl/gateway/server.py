@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 32 << 20
 """bytes of a request"""
+REST_S = 1.0
+"""How long the rest of a request is read that was refused before its end, also while the gateway closes."""
 READ_TIMEOUT_S = 60.0
 """time in which a request's body must arrive"""
 WRITE_TIMEOUT_S = 60.0
@@ -93,7 +95,8 @@ class GatewayServer:
         Raises:
             OSError: the address is taken.
         """
-        self._runner = web.ServerRunner(web.Server(self._handle), access_log=None, keepalive_timeout=75.0)
+        server = web.Server(self._handle, access_log=None, keepalive_timeout=75.0, lingering_time=REST_S)
+        self._runner = web.ServerRunner(server)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, backlog=4096)
         try:

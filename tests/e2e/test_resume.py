@@ -117,6 +117,28 @@ def test_the_summary_agrees_with_the_record(whole):
 
 
 @pytest.mark.slow
+def test_more_rollouts_killed_in_a_step_and_in_a_rollout_and_resumed(tmp_path, whole):
+    """A finished run goes on with more rollouts, is killed twice, each time after another checkpoint, and equals the run never stopped."""
+    run = tmp_path / "run"
+    short = drive("never", 0, "--env", "search_r1", "--run", str(run), *WORDS, "--num-rollout", "1")
+    assert short.returncode == 0, short.stdout + short.stderr
+    before = state(run)[2]
+    (run / "summary.json").unlink()
+    for when, at, words in (("train", 1, ["--num-rollout", "3"]), ("rollout", 19, [])):
+        killed = drive(when, at, "--resume", str(run), *words)
+        assert killed.returncode == -9, killed.stdout + killed.stderr
+        assert not (run / "summary.json").exists()
+    resumed = drive("never", 0, "--resume", str(run))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed after rollout 2" in resumed.stdout
+    equal(run, whole)
+    assert state(run)[2] != before
+    assert not list(run.glob(".*"))
+    assert "num_rollout = 3" in (run / "config.toml").read_text()
+    assert orjson.loads((run / "summary.json").read_bytes())["rollouts"] == 3
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("when", "at"), [("rollout", 19), ("train", 2)])
 def test_killed_and_resumed(tmp_path, whole, when, at):
     run = tmp_path / "run"
@@ -146,21 +168,6 @@ def test_rank_and_controller_are_killed_and_the_run_goes_on_by_itself(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_with_more_rollouts(tmp_path, whole):
-    run = tmp_path / "run"
-    short = drive("never", 0, "--env", "search_r1", "--run", str(run), *WORDS, "--num-rollout", "1")
-    assert short.returncode == 0, short.stdout + short.stderr
-    before = state(run)[2]
-    longer = drive("never", 0, "--resume", str(run), "--num-rollout", "3")
-    assert longer.returncode == 0, longer.stdout + longer.stderr
-    equal(run, whole)
-    assert state(run)[2] != before
-    assert not list(run.glob(".*"))
-    assert "num_rollout = 3" in (run / "config.toml").read_text()
-    assert orjson.loads((run / "summary.json").read_bytes())["rollouts"] == 3
-
-
-@pytest.mark.slow
 def test_tensor_parallel_ranks_from_the_command_line(tmp_path):
     """Two ranks, started by the command itself, share a step; the engine takes the weights that they make together."""
     run = tmp_path / "run"
@@ -169,7 +176,7 @@ def test_tensor_parallel_ranks_from_the_command_line(tmp_path):
         "--num-rollout",
         "1",
         "--rollout-batch-size",
-        "6",
+        "4",
         "--eval-interval",
         "0",
         "--tensor-model-parallel-size",

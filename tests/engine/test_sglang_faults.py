@@ -82,11 +82,11 @@ async def test_a_connection_reset_during_a_response(hermes, double):
     await fleet.close()
 
 
-async def test_503_for_five_seconds(hermes, double):
+async def test_503_for_two_seconds(hermes, double):
     fleet = await fleet_of(Member(SGLangEngine(double.address, timeout_s=5)))
     loop = asyncio.get_running_loop()
     loop.call_later(0.05, double.refuse.update, {"/generate": 503})
-    loop.call_later(5.05, double.refuse.clear)
+    loop.call_later(2.05, double.refuse.clear)
     _, table = await run(hermes, fleet)
     assert set(failures(table)) == {"engine: HTTP 503"}
     assert 1 <= failures(table)["engine: HTTP 503"] == table.retried <= 4

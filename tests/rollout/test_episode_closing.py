@@ -224,7 +224,7 @@ async def test_case_27_close_when_every_other_call_of_the_environment_hangs(herm
         timeout_s = 0.05
 
         def reset(self, task, *, seed):
-            gate.wait(10)
+            gate.wait(1)
 
     runner = make_runner(Hangs, ["x"], hermes)
     found = [await runner.run(EpisodeSpec(PARIS, 0, i)) for i in range(4)]
