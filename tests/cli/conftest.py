@@ -7,6 +7,9 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_model import QWEN3, TEMPLATE
 
+from agentrl.train.megatron.families import conversions
+from agentrl.train.megatron.model_config import read_model_config
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
@@ -27,6 +30,7 @@ def model(here):
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(QWEN3))
-    save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
+    names = {name for made in conversions(read_model_config(folder)).values() for name in made.names}
+    save_file({name: np.ones(8, np.float32) for name in names}, folder / "model.safetensors")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder

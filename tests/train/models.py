@@ -12,38 +12,107 @@ from agentrl.train.base import LossConfig, Row
 
 VOCAB = 96
 FAMILIES = ("llama", "qwen2", "qwen3")
+_CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe",
+    "deepseek_v3": "DeepseekV3",
+}
+_HEADS = {"head_dim": 16}
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3": _HEADS,
+    "qwen3_moe": {
+        **_HEADS,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "glm4": {**_HEADS, "attention_bias": True, "rms_norm_eps": 1e-5},
+    "glm4_moe": {**_HEADS, **_SIGMOID, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": {
+        **_SIGMOID,
+        "num_key_value_heads": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+"""Further keys of a family's config.json."""
 
 
 def make_model(
-    folder: Path, family: str = "qwen3", *, tied: bool = True, layers: int = 2, seed: int = 0, vocab: int = VOCAB
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    tied: bool = True,
+    layers: int = 2,
+    seed: int = 0,
+    vocab: int = VOCAB,
+    **options: Any,
 ) -> Path:
     """Save a tiny random model with norms and biases that are not 1 and 0."""
     import transformers
 
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    config = getattr(transformers, names[family] + "Config")(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        **({"head_dim": 16} if family == "qwen3" else {}),
-    )
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        **({"pad_token_id": None} if family.startswith("glm") else {}),
+    }
+    name = _CLASSES[family]
+    config = getattr(transformers, name + "Config")(**{**shape, **OPTIONS.get(family, {}), **options})
     torch.manual_seed(seed)
-    model = getattr(transformers, names[family] + "ForCausalLM")(config).float()
+    model = getattr(transformers, name + "ForCausalLM")(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter += 0.2 * torch.randn_like(parameter)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "mlp.gate.weight")):
                 parameter.normal_(0, 0.2)
             else:
                 parameter *= 4
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def by_file_name(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by transformers' parameters -> by the names in a folder: transformers joins the experts of a layer in memory."""
+    separate = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        if part == "gate_up_proj" and prefix.endswith("experts"):
+            for i, (gate, up) in enumerate(t.chunk(2) for t in tensor):
+                separate |= {f"{prefix}.{i}.gate_proj.weight": gate, f"{prefix}.{i}.up_proj.weight": up}
+        elif part == "down_proj" and prefix.endswith("experts"):
+            separate |= {f"{prefix}.{i}.down_proj.weight": down for i, down in enumerate(tensor)}
+        else:
+            separate[name] = tensor
+    return separate
 
 
 def hf_model(folder: Path) -> Any:

@@ -28,11 +28,12 @@ def test_scaling_equals_megatrons():
     torch.testing.assert_close(apart, theirs)
 
 
-@pytest.mark.parametrize("width", [16, 8])
-def test_rotation_equals_megatrons_with_its_gradient(width):
+@pytest.mark.parametrize(("width", "interleaved"), [(16, False), (8, False), (16, True), (8, True)])
+def test_rotation_equals_megatrons_with_its_gradient(width, interleaved):
     t = torch.randn(7, 2, 3, 16, dtype=torch.float64, requires_grad=True)
     freqs = torch.randn(7, 1, 1, width, dtype=torch.float64)
-    results = gpu_kernels.rotate(t, freqs, mscale=1.5), _apply_rotary_pos_emb_bshd(t, freqs, mscale=1.5)
+    options = {"mscale": 1.5, "rotary_interleaved": interleaved}
+    results = gpu_kernels.rotate(t, freqs, **options), _apply_rotary_pos_emb_bshd(t, freqs, **options)
     factor = torch.randn_like(t)
     gradients = [torch.autograd.grad((r * factor).sum(), t)[0] for r in results]
     torch.testing.assert_close(*results)
@@ -40,8 +41,8 @@ def test_rotation_equals_megatrons_with_its_gradient(width):
 
 
 def test_other_rotations_are_refused():
-    with pytest.raises(NotImplementedError, match="half and half"):
-        gpu_kernels.rotate(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), rotary_interleaved=True)
+    with pytest.raises(NotImplementedError, match="latent attention"):
+        gpu_kernels.rotate(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), multi_latent_attention=True)
 
 
 class Cuda(torch.nn.Parameter):

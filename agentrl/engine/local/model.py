@@ -48,7 +48,11 @@ class LocalModel:
         try:
             with no_progress_bar():
                 model, loading = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+                    folder,
+                    dtype=dtype,
+                    attn_implementation=NAME,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, by name
                 )
             if wrong := sorted([*loading["missing_keys"], *(k[0] for k in loading["mismatched_keys"])]):
                 raise ValueError(f"{len(wrong)} tensors are missing or have another shape: {', '.join(wrong[:3])} …")

@@ -33,7 +33,7 @@ def require_model(folder: Path, model: ModelConfig) -> None:
         saved = json.loads(file.read_text())
     except ValueError as e:
         raise StoreError(f"{file} is not JSON: {e}") from e
-    own = json.loads(json.dumps(_shape(model)))
+    own, saved = json.loads(json.dumps(_shape(model))), _shape_of(saved)
     different = [name for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
     if different:
         name = different[0]
@@ -45,4 +45,13 @@ def require_model(folder: Path, model: ModelConfig) -> None:
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
     values = asdict(model)
-    return {**values.pop("transformer"), **values}
+    for name in ("family", "untrained_layers"):  # they do not change what is built
+        del values[name]
+    return _shape_of({**values.pop("transformer"), **values})
+
+
+def _shape_of(values: Any) -> Any:
+    """Without the keys whose feature the model lacks: an older agentrl did not write them."""
+    if not isinstance(values, dict):
+        return values
+    return {name: _shape_of(value) for name, value in values.items() if value is not None and value is not False}

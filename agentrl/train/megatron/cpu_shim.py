@@ -44,6 +44,9 @@ class _NoStream:
     def query(self) -> bool:
         return True
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or _NoStream()
+
     def elapsed_time(self, _: Any) -> float:
         return 0.0
 
@@ -64,6 +67,7 @@ def install() -> None:
     _replace_cuda_module()
     _replace_type_names()
     _replace_barrier()
+    _replace_all_to_all()
     _replace_rng()
 
 
@@ -107,6 +111,20 @@ def _replace_barrier() -> None:
     module: Any = torch.distributed
     original = module.barrier
     module.barrier = lambda group=None, async_op=False, device_ids=None: original(group=group, async_op=async_op)
+
+
+def _replace_all_to_all() -> None:
+    """megatron makes lists of sizes only when it copies them from a GPU."""
+    module: Any = torch.distributed
+    original = module.all_to_all_single
+
+    def all_to_all_single(
+        output: Any, source: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **options: Any
+    ) -> Any:
+        sizes = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes))
+        return original(output, source, *sizes, **options)
+
+    module.all_to_all_single = all_to_all_single
 
 
 def _replace_rng() -> None:

@@ -80,14 +80,14 @@ def rotate(
     Args:
         t: [s, b, heads, d].
         freqs: [s, 1, 1, r], angles of the first r ≤ d channels.
-        rotary_interleaved: refused; pairs are the two halves of the channels.
+        rotary_interleaved: the channels of a pair are neighbours; otherwise they are in the two halves of the r channels.
         multi_latent_attention: refused.
         mscale: factor of cosine and sine.
     """
-    if rotary_interleaved or multi_latent_attention:
-        raise NotImplementedError("only rotary embeddings of half and half channels are supported")
+    if multi_latent_attention:
+        raise NotImplementedError("latent attention rotates by itself")
     cos, sin = ((f * mscale).to(t.dtype) for f in (freqs.cos(), freqs.sin()))
-    return _rotation()(t, cos, sin)
+    return _rotation(rotary_interleaved)(t, cos, sin)
 
 
 def _rotate_halves(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -97,10 +97,18 @@ def _rotate_halves(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([part * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
+def _rotate_neighbours(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    part, rest = t[..., :width], t[..., width:]
+    turned = torch.stack([-part[..., 1::2], part[..., 0::2]], -1).flatten(-2)
+    return torch.cat([part * cos + turned * sin, rest], -1)
+
+
 @cache
-def _rotation() -> Callable[..., Tensor]:
-    """`_rotate_halves` as one kernel where Triton is there."""
+def _rotation(interleaved: bool) -> Callable[..., Tensor]:
+    """The rotation as one kernel where Triton is there."""
+    rotation = _rotate_neighbours if interleaved else _rotate_halves
     if not (torch.cuda.is_available() and find_spec("triton")):
-        return _rotate_halves
-    compiled: Callable[..., Tensor] = torch.compile(_rotate_halves, dynamic=True)
+        return rotation
+    compiled: Callable[..., Tensor] = torch.compile(rotation, dynamic=True)
     return compiled

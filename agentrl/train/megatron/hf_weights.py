@@ -1,21 +1,14 @@
-"""Hugging Face weights <-> megatron-core parameters of dense Llama, Qwen2 (q, k, v biases) and Qwen3 (q and k norms) models.
+"""Hugging Face weights <-> megatron-core parameters, by the tables of families/.
 
-A table defines for each megatron parameter the Hugging Face tensors it consists of, and how tensor parallelism divides it:
-
-    copy       one tensor, equal on all tensor-parallel ranks
-    columns    one tensor, divided along dimension 1
-    glu        gate and up, each divided along dimension 0, joined on each rank
-    vocab      one tensor, padded with zeros to a multiple of the ranks, divided along dimension 0
-    qkv        q, k and v, joined per key-value head (its query heads, then k, then v), divided by key-value heads
-
-Tensors are only divided, joined and padded, so the two directions are exact inverses. Layers are numbered over the whole model.
+Tensors are only divided, joined, stacked and padded, so the two directions are exact inverses. Layers are numbered over the whole model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +17,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.errors import DataError
+from agentrl.train.megatron.families import VALUE_BIAS, VALUE_HEAD, Conversion
 from agentrl.train.megatron.megatron_settings import weight_files
 
-EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_ATTENTION, _MLP = "self_attn.", "mlp."
-VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
-"""the value head of a critic, as transformers' ForTokenClassification names it"""
-_TOP = {
-    "embedding.word_embeddings.weight": ("vocab", EMBEDDING),
-    "output_layer.weight": ("vocab", "lm_head.weight"),
-    "decoder.final_layernorm.weight": ("copy", "model.norm.weight"),
-}
-_IN_LAYER = {
-    "self_attention.linear_qkv.weight": ("qkv", *(_ATTENTION + f"{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": ("qkv", *(_ATTENTION + f"{x}_proj.bias" for x in "qkv")),
-    "self_attention.linear_proj.weight": ("columns", _ATTENTION + "o_proj.weight"),
-    "self_attention.q_layernorm.weight": ("copy", _ATTENTION + "q_norm.weight"),
-    "self_attention.k_layernorm.weight": ("copy", _ATTENTION + "k_norm.weight"),
-    "mlp.linear_fc1.weight": ("glu", _MLP + "gate_proj.weight", _MLP + "up_proj.weight"),
-    "mlp.linear_fc2.weight": ("columns", _MLP + "down_proj.weight"),
-    "input_layernorm.weight": ("copy", "input_layernorm.weight"),
-    "pre_mlp_layernorm.weight": ("copy", "post_attention_layernorm.weight"),
-    # Transformer Engine fuses each norm into the linear layer that follows it
-    "self_attention.linear_qkv.layer_norm_weight": ("copy", "input_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": ("copy", "post_attention_layernorm.weight"),
-}
+WHOLE = ("copy", "value_head", "router_bias")
+"""Kinds that every tensor-parallel rank has whole."""
+EXPERT_DIMENSION = {"expert_rows": 0, "expert_columns": 1}
+"""Of one expert's matrix, the dimension that tensor parallelism divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
-    """The sizes of a model that dividing and joining depend on."""
+    """The tensors of a model, and the sizes that dividing and joining depend on."""
 
+    table: Mapping[str, Conversion]
     groups: int
     """key-value heads"""
     queries_per_group: int
@@ -68,40 +44,50 @@ class WeightLayout:
     """the output layer is a value head"""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """How one megatron parameter is made of Hugging Face tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The process groups over which a rank's tensors are gathered, and which of its tensors this rank helps to gather."""
 
-    kind: str
-    """copy, vocab, columns, glu, qkv, value_head"""
-    names: tuple[str, ...]
-    """Hugging Face names of the tensors"""
+    tensor: Any
+    """ranks that divide tensors"""
+    expert: Any
+    """ranks that divide experts: for each expert-parallel rank, those that divide each expert"""
+    expert_divisions: int
+    """ranks that divide each expert"""
+    dense_copy: bool
+    """this rank belongs to the first copy of the tensors of the dense layers"""
+    expert_copy: bool
+    """this rank belongs to the first copy of the experts"""
+
+    @property
+    def any_copy(self) -> bool:
+        """Whether this rank helps to gather something."""
+        return self.dense_copy or self.expert_copy
 
 
 def conversion(name: str, layout: WeightLayout) -> Conversion:
     """The conversion of a megatron parameter, whose layers are numbered over the whole model."""
-    if name == "output_layer.weight" and layout.tied:
-        return Conversion("vocab", (EMBEDDING,))
-    if name == "output_layer.weight" and layout.critic:
-        return Conversion("value_head", (VALUE_HEAD,))
-    match = _LAYER.fullmatch(name)
-    kind, *names = (_IN_LAYER.get(match[2]) if match else _TOP.get(name)) or (None,)
-    if kind is None:
+    if name not in layout.table:
         raise DataError(
             f"the megatron parameter {name!r} has no counterpart among Hugging Face weights; this model cannot be converted"
         )
-    prefix = f"model.layers.{match[1]}." if match else ""
-    return Conversion(kind, tuple(prefix + n for n in names))
+    return layout.table[name]
 
 
 def to_megatron(tensors: Sequence[Tensor], kind: str, layout: WeightLayout, rank: int, world: int) -> Tensor:
-    """The part of tensor-parallel rank `rank` of `world`, from whole Hugging Face tensors."""
-    if kind in ("copy", "value_head"):
+    """The part of tensor-parallel rank `rank` of `world`, from whole Hugging Face tensors; of experts, those given."""
+    if kind in WHOLE:
         return tensors[0]
+    if kind == "rows":
+        return tensors[0].chunk(world, 0)[rank]
     if kind == "columns":
         return tensors[0].chunk(world, 1)[rank]
+    if kind == "glu_joined":
+        tensors, kind = tensors[0].chunk(2), "glu"
     if kind == "glu":
         return torch.cat([t.chunk(world, 0)[rank] for t in tensors])
+    if kind in EXPERT_DIMENSION:
+        return torch.stack([t.chunk(world, EXPERT_DIMENSION[kind])[rank] for t in tensors])
     if kind == "vocab":
         whole = tensors[0]
         if missing := layout.padded_vocab_size - whole.shape[0]:
@@ -117,12 +103,22 @@ def to_hugging_face(shards: Sequence[Tensor], kind: str, layout: WeightLayout) -
     The tensors of a single part are views. Those of a q, k, v parameter keep the key-value heads as a separate first dimension;
     `final_shape` is their shape in a Hugging Face folder.
     """
-    if kind in ("copy", "value_head"):
+    if kind in WHOLE:
         return [shards[0]]
+    if kind == "rows":
+        return [_join(shards)]
     if kind == "columns":
         return [_join(shards, 1)]
+    if kind == "glu_joined":
+        return (
+            [_join(list(chain(*zip(*(s.chunk(2, 0) for s in shards), strict=True))))]
+            if len(shards) > 1
+            else [shards[0]]
+        )
     if kind == "glu":
         return [_join(halves) for halves in zip(*(s.chunk(2, 0) for s in shards), strict=True)]
+    if kind in EXPERT_DIMENSION:
+        return [_join(parts, EXPERT_DIMENSION[kind]) for parts in zip(*shards, strict=True)]
     whole = _join(shards)
     if kind == "vocab":
         return [whole[: layout.vocab_size]]
@@ -151,6 +147,9 @@ class HuggingFaceWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         if name not in self._files:
@@ -159,27 +158,33 @@ class HuggingFaceWeights:
         return tensor
 
 
-def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """A stage's parameters, with layers numbered over the whole model."""
-    for name, parameter in model.named_parameters():
+def named_tensors(model: Any, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """A stage's parameters, with layers numbered over the whole model, and with `buffers` the biases of its routers."""
+    biases = ((n, b) for n, b in model.named_buffers() if n.endswith(".expert_bias")) if buffers else ()
+    for name, tensor in chain(model.named_parameters(), biases):
         if match := _LAYER.fullmatch(name):
             number = model.decoder.layers[int(match[1])].layer_number - 1
             name = f"decoder.layers.{number}.{match[2]}"
-        yield name, parameter
+        yield name, tensor
 
 
 @torch.no_grad()
-def load(model: Any, weights: HuggingFaceWeights, layout: WeightLayout, rank: int, world: int) -> None:
-    """Fill this stage's parameters of tensor-parallel rank `rank` of `world`."""
-    for name, parameter in named_parameters(model):
+def load(model: Any, weights: HuggingFaceWeights, layout: WeightLayout, groups: Groups) -> None:
+    """Fill this stage's parameters of this rank."""
+    expert_rank = groups.expert.rank()
+    for name, parameter in named_tensors(model):
         convert = conversion(name, layout)
         if convert.kind == "value_head" and not _has_value_head(weights):
             continue  # it is 0
-        value = to_megatron([weights[n] for n in convert.names], convert.kind, layout, rank, world)
+        names, rank, world = convert.names, groups.tensor.rank(), groups.tensor.size()
+        if convert.kind in EXPERT_DIMENSION:
+            rank, world = expert_rank % groups.expert_divisions, groups.expert_divisions
+            first = expert_rank // world * len(parameter)
+            names = names[first : first + len(parameter)]
+        value = to_megatron([weights[n] for n in names], convert.kind, layout, rank, world)
         if value.shape != parameter.shape:
-            names = ", ".join(convert.names)
             raise DataError(
-                f"{weights.folder}: {names} give shape {tuple(value.shape)}, but {name} has {tuple(parameter.shape)}; "
+                f"{weights.folder}: {', '.join(names)} give shape {tuple(value.shape)}, but {name} has {tuple(parameter.shape)}; "
                 "do the weights belong to this config.json?"
             )
         parameter.copy_(value)
@@ -193,29 +198,55 @@ def _has_value_head(weights: HuggingFaceWeights) -> bool:
 
 @torch.no_grad()
 def gather(
-    model: Any, layout: WeightLayout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
+    model: Any, layout: WeightLayout, groups: Groups, value: Callable[[Any], Tensor], *, buffers: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of this stage, on every rank of the tensor-parallel group.
+    """(Hugging Face name, whole tensor) of this stage, on every rank of the groups.
 
     `value` selects the parameter itself or its gradient. A tied output layer is left out: it is the embedding.
     """
-    for name, tensor, shape in gather_views(model, layout, group, value):
+    for name, tensor, shape in gather_views(model, layout, groups, value, buffers=buffers):
         yield name, tensor.reshape(shape)
 
 
 @torch.no_grad()
 def gather_views(
-    model: Any, layout: WeightLayout, group: Any, value: Callable[[torch.nn.Parameter], Tensor]
+    model: Any, layout: WeightLayout, groups: Groups, value: Callable[[Any], Tensor], *, buffers: bool = True
 ) -> Iterator[tuple[str, Tensor, list[int]]]:
-    """`gather` with (name, tensor, final shape) before the reshape. Without tensor parallelism the tensors are views: nothing is copied."""
-    for name, parameter in named_parameters(model):
+    """`gather` with (name, tensor, final shape) before the reshape. Without tensor parallelism the tensors are views: nothing is copied.
+
+    Experts are gathered one by one, so that a rank never holds more than one of each of the others.
+    """
+    for name, parameter in named_tensors(model, buffers=buffers):
         if name == "output_layer.weight" and layout.tied:
             continue
         convert = conversion(name, layout)
+        if convert.kind in EXPERT_DIMENSION:
+            if groups.expert_copy:
+                yield from _gather_experts(value(parameter).detach(), convert, layout, groups)
+            continue
+        if not groups.dense_copy:
+            continue
         own = value(parameter).detach().contiguous()
-        shards = [own]
-        if group.size() > 1 and convert.kind not in ("copy", "value_head"):
-            shards = [torch.empty_like(own) for _ in range(group.size())]
-            torch.distributed.all_gather(shards, own, group=group)
+        shards = [own] if convert.kind in WHOLE else _all_gather(own, groups.tensor)
         for target, tensor in zip(convert.names, to_hugging_face(shards, convert.kind, layout), strict=True):
             yield target, tensor, final_shape(tensor, convert.kind)
+
+
+def _gather_experts(
+    own: Tensor, convert: Conversion, layout: WeightLayout, groups: Groups
+) -> Iterator[tuple[str, Tensor, list[int]]]:
+    divisions = groups.expert_divisions
+    for i, expert in enumerate(own):
+        parts = _all_gather(expert.contiguous(), groups.expert)
+        for rank in range(len(parts) // divisions):
+            shards = [part[None] for part in parts[rank * divisions : (rank + 1) * divisions]]
+            tensor = to_hugging_face(shards, convert.kind, layout)[0]
+            yield convert.names[rank * len(own) + i], tensor, list(tensor.shape)
+
+
+def _all_gather(own: Tensor, group: Any) -> list[Tensor]:
+    if group.size() == 1:
+        return [own]
+    shards = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, own, group=group)
+    return shards

@@ -1,10 +1,11 @@
 """The parts of a transformer layer that megatron-core's local spec lacks without Transformer Engine: RMSNorm and rotary positions of a tree.
 
-The attention is tree_attention.py, with Transformer Engine too.
+The attention is tree_attention.py, with Transformer Engine too. Mixtures of experts are experts.py, latent attention is latent_attention.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
+from agentrl.train.megatron.families.base import ModelConfig
 from agentrl.train.megatron.tree_attention import TreeAttention
 
 
@@ -27,7 +29,8 @@ class TreeRotaryEmbedding(RotaryEmbedding):
         """Angles [s, 1, 1, d]."""
         frequencies: Tensor = self.inv_freq.to(self.positions.device)
         angles = torch.outer(self.positions.to(frequencies.dtype), frequencies)
-        return torch.cat([angles, angles], -1)[:, None, None]
+        both = angles.repeat_interleave(2, -1) if self.rotary_interleaved else torch.cat([angles, angles], -1)
+        return both[:, None, None]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
         """Number of positions."""
@@ -48,28 +51,64 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def layer_spec(config: Any) -> Any:
-    """The layer of a dense GPT: Transformer Engine's linear layers and norms if installed, else megatron's linear layers and our norm."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+class NormedAdd(nn.Module):
+    """Adds the norm of a part's output to the residual stream, where megatron adds the output itself."""
 
-    if specs.HAVE_TE:
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *_: Any) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """The function of (output, bias), residual stream and probability of dropout that megatron calls."""
+
+        def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            value, bias = output
+            normed: Tensor = self.norm(value if bias is None else value + bias)
+            return residual + F.dropout(normed, dropout, self.training)
+
+        return add
+
+
+def layer_spec(config: Any, model: ModelConfig, layer: int) -> Any:
+    """Layer number `layer` (from 0): of a dense GPT Transformer Engine's linear layers and norms if installed, else megatron's linear layers
+    and our norm.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    plain = not (model.experts or model.latent or model.post_norms)
+    if specs.HAVE_TE and plain:
         spec = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.submodules.self_attention.submodules.core_attention = TreeAttention
         return spec
     spec = specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
     attention.core_attention = TreeAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if model.latent:
+        from agentrl.train.megatron.latent_attention import TreeLatentAttention
+
+        params = {"latent": model.latent, "rope": model.rope}
+        parts.self_attention = ModuleSpec(module=TreeLatentAttention, params=params)
+    if model.post_norms:
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormedAdd, params={"config": config})
+    if model.has_experts(layer):
+        from agentrl.train.megatron.experts import mixture_spec
+
+        parts.mlp = mixture_spec()
     return spec
 
 
-def block_spec(config: Any) -> Any:
+def block_spec(config: Any, model: ModelConfig) -> Any:
     """The layers of this pipeline stage and the final norm."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     norm = specs.TENorm if specs.HAVE_TE else RMSNorm
-    layers = [layer_spec(config)] * get_num_layers_to_build(config)
+    first = get_transformer_layer_offset(config)
+    layers = [layer_spec(config, model, first + i) for i in range(get_num_layers_to_build(config))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from agentrl.errors import ConfigError, DataError, suggest
+from agentrl.train.megatron.families import check_names
 from agentrl.train.megatron.megatron_flags import FlagSpec, megatron_flags, why_not_settable
 from agentrl.train.megatron.model_config import ModelConfig, read_model_config
 
+logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
 """Values by the field names of megatron's dataclasses."""
 _UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _OTHER_MODELS = (
-    "moe_", "mtp_", "dsa_", "linear_", "mamba_", "qk_clip", "use_kitchen", "kitchen_", "heterogeneous_", "hetereogenous_",
+    "mtp_", "dsa_", "linear_", "mamba_", "qk_clip", "use_kitchen", "kitchen_", "heterogeneous_", "hetereogenous_",
     "multi_latent_attention", "experimental_attention_variant", "attention_output_gate", "softmax_scale", "softmax_type",
     "window_", "no_rope_freq", "qk_l2_norm", "rotary_interleaved", "mrope_section", "is_hybrid_model",
     "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "glu_linear_offset",
     "activation_func_clamp_value", "apply_query_key_layer_scaling", "test_mode", "flash_decode",
 )  # fmt: skip
-"""Beginnings of TransformerConfig's fields that describe other models than the dense ones that the trainer builds."""
+"""Beginnings of TransformerConfig's fields that describe other models than those that the trainer builds."""
+_EXPERT_SETTINGS = (
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Settings of models with experts. The other fields of megatron that start with moe_ follow from the model or are not supported."""
 _OTHER_OPTIMIZERS = ("sgd_", "muon_")
 _NO_EFFECT = {
     **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "every weight has the learning rate of the run"),
@@ -40,19 +52,48 @@ _NO_EFFECT = {
 
 
 def check_trainer(
-    folder: Path, settings: Settings, requested_ranks: int | None, gpus: int, *, tree_packing: bool = True
+    folder: Path,
+    settings: Settings,
+    requested_ranks: int | None,
+    gpus: int,
+    *,
+    tree_packing: bool = True,
+    critic: bool = False,
 ) -> None:
     """Check everything that can be known before a rank starts. `gpus`: GPUs of this machine; 0: the ranks run on its CPU.
+
+    `critic`: the folder may lack the output layer.
 
     Raises:
         UsageError: the trainer cannot start.
     """
-    check_settings(settings, read_model_config(folder), cpu=not gpus)
+    model = read_model_config(folder)
+    check_settings(settings, model, cpu=not gpus)
     check_tree(settings, tree_packing=tree_packing)
     ranks, _ = rank_counts(settings, requested_ranks)
     if 0 < gpus < ranks:
         raise ConfigError(f"the trainer needs {ranks} GPUs, one for each rank; this machine has {gpus}")
-    weight_files(folder)
+    if left_out := check_names(folder, model, tensor_names(folder), critic=critic):
+        logger.warning(
+            "%s: %d tensors of layers for multi-token prediction are neither trained nor exported (%s …)",
+            folder, len(left_out), left_out[0],
+        )  # fmt: skip
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in a model folder.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    names: list[str] = []
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="np") as handle:
+                names += handle.keys()
+        except (SafetensorError, OSError) as e:
+            raise DataError(f"{file} cannot be read as safetensors: {e}; was it truncated?") from e
+    return names
 
 
 def check_tree(settings: Settings, *, tree_packing: bool) -> None:
@@ -74,16 +115,18 @@ def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
     Raises:
         ConfigError: the ranks do not divide into whole copies.
     """
-    sizes = [
+    tensor, pipeline, context = (
         settings.get(f"{name}_size", 1)
         for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-    ]
-    copy = math.prod(sizes)
-    ranks = requested or copy
-    if ranks % copy:
-        raise ConfigError(
-            f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of tensor × pipeline × context parallel size = {copy}"
-        )
+    )
+    copy = tensor * pipeline * context
+    expert = settings.get("expert_model_parallel_size", 1) * settings.get("expert_tensor_parallel_size", tensor)
+    ranks = requested or math.lcm(copy, expert * pipeline)
+    for size, name in ((copy, "tensor × pipeline × context"), (expert * pipeline, "expert × expert tensor × pipeline")):
+        if ranks % size:
+            raise ConfigError(
+                f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of {name} parallel size = {size}"
+            )
     return ranks, copy
 
 
@@ -129,9 +172,8 @@ def check_settings(settings: Settings, model: ModelConfig, *, cpu: bool) -> None
                 f"{name} = {settings[name]!r} contradicts the model or the trainer, which need {value!r}; leave it out"
             )
     _check_parallel(settings, model)
-    _check_kind(settings)
-    if settings.get("expert_model_parallel_size", 1) > 1 or settings.get("num_moe_experts"):
-        raise ConfigError("mixtures of experts are not supported: the model is dense")
+    _check_kind(settings, model)
+    _check_experts(settings, model)
     if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
         raise ConfigError(
             "use_megatron_fsdp is not supported; the optimizer is distributed already (use_distributed_optimizer)"
@@ -140,7 +182,7 @@ def check_settings(settings: Settings, model: ModelConfig, *, cpu: bool) -> None
         raise ConfigError("fp8 and fp4 need a GPU and Transformer Engine")
 
 
-def _check_kind(settings: Settings) -> None:
+def _check_kind(settings: Settings, model: ModelConfig) -> None:
     """Refuse another optimizer, another kind of model, and values without effect. A value that is megatron's default is accepted."""
     optimizer = settings.get("optimizer", "adam")
     if optimizer != "adam":
@@ -151,14 +193,45 @@ def _check_kind(settings: Settings) -> None:
     for name, value in settings.items():
         if value is None or value == specs[name].default:
             continue
-        if name.startswith(_OTHER_MODELS):
+        other_expert = name.startswith("moe_") and name not in (*_EXPERT_SETTINGS, *model.transformer)
+        if (name.startswith(_OTHER_MODELS) or other_expert) and name not in model.transformer:
             raise ConfigError(
-                f"[megatron] {name} = {value!r} is for another kind of model than this dense decoder; leave it out"
+                f"[megatron] {name} = {value!r} is for another kind of model than the trainer builds; leave it out"
             )
         if name.startswith(_OTHER_OPTIMIZERS):
             raise ConfigError(f"[megatron] {name} = {value!r} has no effect: the optimizer is adam; leave it out")
         if name in _NO_EFFECT:
             raise ConfigError(f"[megatron] {name} = {value!r} has no effect: {_NO_EFFECT[name]}; leave it out")
+
+
+def _check_experts(settings: Settings, model: ModelConfig) -> None:
+    """Refuse settings of experts for a dense model, and layouts that do not divide the experts."""
+    tensor, experts = settings.get("tensor_model_parallel_size", 1), settings.get("expert_model_parallel_size", 1)
+    if not model.experts:
+        defaults = {spec.field: spec.default for spec in megatron_flags().values()}
+        given = [name for name in _EXPERT_SETTINGS if settings.get(name) not in (None, defaults[name])]
+        if given or settings.get("num_moe_experts"):
+            raise ConfigError(
+                f"[megatron] {(given or ['num_moe_experts'])[0]} is for a mixture of experts, but the model is dense"
+            )
+        return
+    if tensor > 1 and not settings.get("sequence_parallel"):
+        raise ConfigError(
+            "a mixture of experts with tensor_model_parallel_size > 1 needs sequence_parallel: give --sequence-parallel"
+        )
+    if experts < 1 or model.experts % experts:
+        raise ConfigError(f"expert_model_parallel_size {experts} does not divide the model's {model.experts} experts")
+    divisions = settings.get("expert_tensor_parallel_size", tensor)
+    if divisions not in (1, tensor) or (divisions != tensor and experts == 1):
+        raise ConfigError(
+            f"expert_tensor_parallel_size must be {tensor}, as tensor_model_parallel_size, or 1 with expert_model_parallel_size > 1; "
+            f"found {divisions}"
+        )
+    if (width := model.transformer["moe_ffn_hidden_size"]) % divisions:
+        raise ConfigError(f"expert_tensor_parallel_size {divisions} does not divide the experts' {width} channels")
+    coefficient = settings.get("moe_aux_loss_coeff") or 0.0
+    if not isinstance(coefficient, float | int) or coefficient < 0:
+        raise ConfigError(f"moe_aux_loss_coeff must be a number of at least 0, found {coefficient!r}")
 
 
 def _check_names(settings: Settings) -> None:

@@ -31,6 +31,8 @@ class MicroBatch:
     """[1, s] int64: token ids; 0 is padding"""
     positions: Tensor
     """[s] int64: position of each token in its row"""
+    valid: Tensor
+    """[s] bool: the tokens that are not padding"""
     attention: AttentionPlan
     index: Tensor
     """[u] int64: the tokens of `inputs` from which the predictions are made"""
@@ -91,6 +93,7 @@ def collate(
     return MicroBatch(
         inputs=packed(layout.tokens)[None],
         positions=packed(layout.positions),
+        valid=tensor(mine < used, np.bool_),
         attention=attention_plan(attention_calls(paths, local), local, device),
         index=tensor(index, np.int64),
         labels=tensor(labels, np.int64),

@@ -7,7 +7,6 @@ precision, sums instead of means). Contradictions are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,12 +22,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from agentrl.train.megatron.experts import ExpertRouter
+from agentrl.train.megatron.families import check_names, conversions
 from agentrl.train.megatron.gpu_kernels import use_fused_adam
-from agentrl.train.megatron.hf_weights import HuggingFaceWeights, WeightLayout, conversion, load, named_parameters
+from agentrl.train.megatron.hf_weights import (
+    EXPERT_DIMENSION,
+    WHOLE,
+    Groups,
+    HuggingFaceWeights,
+    WeightLayout,
+    conversion,
+    load,
+    named_tensors,
+)
 from agentrl.train.megatron.layers import TreeRotaryEmbedding, block_spec
 from agentrl.train.megatron.megatron_settings import Settings, check_settings, required_settings
 from agentrl.train.megatron.micro_batch import MicroBatch
 from agentrl.train.megatron.model_config import ModelConfig, Rope
+from agentrl.train.megatron.rotary import frequencies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,12 +63,12 @@ class PolicyModel(GPTModel):
         super().__init__(*args, position_embedding_type="rope", rotary_base=rope.theta, **kwargs)
         self.rotary_pos_emb.__class__ = TreeRotaryEmbedding
         self._chosen: Tensor | None = None
-        if rope.llama3:
-            self.rotary_pos_emb.inv_freq = _llama3_frequencies(self.rotary_pos_emb.inv_freq, rope.llama3)
+        device = self.rotary_pos_emb.inv_freq.device
+        self.rotary_pos_emb.inv_freq = frequencies(rope, rope.channels or self.config.kv_channels).to(device)
         if self.post_process and critic:
             self.output_layer = ValueHead(self.config)
-        if self.post_process:
-            self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
+        self._routers = [m for m in self.modules() if isinstance(m, ExpertRouter)]
+        self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
 
     @property
     def output_weight(self) -> Tensor:
@@ -68,8 +79,17 @@ class PolicyModel(GPTModel):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Hidden states: [u, h] of the predictions on the last pipeline stage, [s, 1, h] on the others."""
         self._chosen = batch.index
+        for router in self._routers:
+            router.valid = self._own_part(batch.valid)
         self.rotary_pos_emb.positions = batch.positions
         return super().forward(batch.inputs, None, None, packed_seq_params=batch.attention)
+
+    def _own_part(self, x: Tensor) -> Tensor:
+        """Of tokens [s], those of this sequence-parallel rank."""
+        if not self._gathers:
+            return x
+        group = parallel_state.get_tensor_model_parallel_group()
+        return x.chunk(group.size())[group.rank()]
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
@@ -80,20 +100,13 @@ class PolicyModel(GPTModel):
         return hidden_states.flatten(0, 1).index_select(0, self._chosen)
 
 
-def _llama3_frequencies(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
-    """Llama 3.1's scaling (as in transformers): long wavelengths are divided by `factor`, short ones kept, with a linear blend between."""
-    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    blend = ((rotations - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * frequencies / rope["factor"] + blend * frequencies
-
-
 @dataclass(kw_only=True)
 class Built:
     """One rank's part of the model, with its optimizer."""
 
     config: TransformerConfig
     layout: WeightLayout
+    groups: Groups
     wrapped: DistributedDataParallel
     """the model in its wrappers, as megatron's schedule runs it"""
     optimizer: Any
@@ -135,8 +148,11 @@ def build(
         DataError: the weights do not fit the model.
     """
     config = transformer_config(model_config, settings, dtype)
-    world, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    world = config.tensor_model_parallel_size
+    check_names(weights.folder, model_config, weights, critic=critic)
+    groups = parallel_groups()
     layout = WeightLayout(
+        table=conversions(model_config, critic=critic),
         groups=config.num_query_groups,
         queries_per_group=config.num_attention_heads // config.num_query_groups,
         head_dim=model_config.head_dim,
@@ -148,7 +164,7 @@ def build(
 
     def loaded() -> Any:
         model = _gpt(config, model_config, layout)
-        load(model, weights, layout, rank, world)
+        load(model, weights, layout, groups)
         return model
 
     def in_precision(model: Any) -> Any:
@@ -169,11 +185,24 @@ def build(
     return Built(
         config=config,
         layout=layout,
+        groups=groups,
         wrapped=wrapped,
         optimizer=optimizer,
         reference=frozen,
         critic=critic,
         checks_finite=settings.get("check_for_nan_in_grad", True),
+    )
+
+
+def parallel_groups() -> Groups:
+    """The groups over which this rank's tensors are gathered."""
+    dense = not parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return Groups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        expert=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        expert_divisions=parallel_state.get_expert_tensor_parallel_world_size(),
+        dense_copy=dense,
+        expert_copy=not parallel_state.get_expert_data_parallel_rank(),
     )
 
 
@@ -194,6 +223,7 @@ def transformer_config(model: ModelConfig, settings: Settings, dtype: torch.dtyp
         "gradient_accumulation_fusion": False,
         "deallocate_pipeline_outputs": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, even without experts
+        "moe_router_bias_update_rate": 0.0,
     }
     required = {
         **required_settings(model),
@@ -226,7 +256,7 @@ def _fields_of(kind: type, settings: Settings) -> dict[str, Any]:
 def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLayout) -> PolicyModel:
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config),
+        transformer_layer_spec=block_spec(config, model_config),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=model_config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -235,10 +265,11 @@ def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLay
         rope=model_config.rope,
         critic=layout.critic,
     )
-    for name, parameter in named_parameters(model):
+    for name, parameter in named_tensors(model, buffers=False):
         kind = conversion(name, layout).kind
-        if kind not in ("copy", "value_head") and not getattr(parameter, "tensor_model_parallel", False):
+        marked = kind in WHOLE or kind in EXPERT_DIMENSION or getattr(parameter, "tensor_model_parallel", False)
+        if not marked:
             # megatron marks divided parameters only while it initialises them; of unmarked ones only rank 0's part is in the gradient norm
-            dimension, stride = (1 if kind == "columns" else 0), (2 if kind == "glu" else 1)
+            dimension, stride = (1 if kind == "columns" else 0), (2 if kind.startswith("glu") else 1)
             set_tensor_model_parallel_attributes(parameter, True, dimension, stride)
     return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model

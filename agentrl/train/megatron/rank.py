@@ -22,6 +22,7 @@ from torch import Tensor
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import checkpoint
 from agentrl.train.megatron.delivery.sender import Sender
+from agentrl.train.megatron.experts import ExpertRouter
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather
 from agentrl.train.megatron.log_probs import VocabShard, token_log_probs
 from agentrl.train.megatron.loss import token_loss
@@ -135,7 +136,7 @@ class TrainerRank:
         wrapped.force_all_reduce = True
         totals = self._forward_backward(share, loss, force_all_reduce=True)
         wrapped.force_all_reduce = False
-        self._write(path, lambda p: p.main_grad)
+        self._write(path, lambda p: p.main_grad, buffers=False)
         wrapped.zero_grad_buffer()
         return totals
 
@@ -229,6 +230,7 @@ class TrainerRank:
         built.wrapped.train()
         built.wrapped.zero_grad_buffer()
         built.optimizer.zero_grad()
+        ExpertRouter.share = 1 / (len(share[1]) * parallel_state.get_data_parallel_world_size())
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
         def after(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -251,15 +253,17 @@ class TrainerRank:
         if self.built.wrapped.ddp_config.overlap_param_gather:
             self.built.wrapped.start_param_sync(force_sync=True)
 
-    def _write(self, path: Path, value: Callable[[Any], Tensor]) -> dict[str, Any] | None:
+    def _write(self, path: Path, value: Callable[[Any], Tensor], *, buffers: bool = True) -> dict[str, Any] | None:
         """Write `value(parameter)` of this stage's parameters under Hugging Face names."""
-        if self.info.data_parallel_rank or self.info.context_parallel_rank:
+        groups = self.built.groups
+        if not groups.any_copy:
             return None
+        writes = groups.dense_copy and self.tensor_rank == 0
         tensors = {}
-        for name, tensor in gather(self.built.model, self.built.layout, self.tensor_group, value):
-            if self.tensor_rank == 0:
+        for name, tensor in gather(self.built.model, self.built.layout, groups, value, buffers=buffers):
+            if writes:
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
-        if self.tensor_rank:
+        if not writes:
             return None
         stage, stages = self.info.pipeline_rank, parallel_state.get_pipeline_model_parallel_world_size()
         file = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"

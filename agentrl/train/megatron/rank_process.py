@@ -47,6 +47,8 @@ def join_process_group(setup: RankSetup) -> None:
         tensor_model_parallel_size=setup.megatron.get("tensor_model_parallel_size", 1),
         pipeline_model_parallel_size=setup.megatron.get("pipeline_model_parallel_size", 1),
         context_parallel_size=setup.megatron.get("context_parallel_size", 1),
+        expert_model_parallel_size=setup.megatron.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=setup.megatron.get("expert_tensor_parallel_size"),
         distributed_timeout_minutes=max(1, int(setup.timeout_s // 60)),
     )
     random.seed(setup.seed)

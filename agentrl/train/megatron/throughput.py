@@ -4,7 +4,8 @@ FLOPs of one optimizer step are those of the matrix products of forward and back
 pass in total, as in Chowdhery et al. 2022 (PaLM, appendix B), without recomputation:
 
     6 · P · tokens                  P: parameters of the layers' matrices (of a mixture of experts: those that a token uses)
-    12 · L · A · keys               L layers; A = heads × head dimension; keys: the tokens that each token attends to, itself included, summed
+    12 · L · A · keys               L layers; A = heads × head dimension (the mean of keys' and values', if they differ);
+                                    keys: the tokens that each token attends to, itself included, summed
     6 · V · h · predictions         V: vocabulary, h: hidden size; predictions: tokens whose log-prob is computed
 
 Only tokens that are computed count, once each: a prefix that rows of a micro-batch share counts once, padding never. Norms, softmax, rotary
@@ -84,17 +85,38 @@ def plan_work(rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], *, t
 
 def layer_parameters(model: ModelConfig) -> int:
     """Parameters of the matrices of all layers that a token uses."""
+    layers = int(model.transformer["num_layers"])
+    return layers * _attention_parameters(model) + sum(_mlp_parameters(model, layer) for layer in range(layers))
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    shape, m = model.transformer, model.latent
+    hidden, heads = int(shape["hidden_size"]), int(shape["num_attention_heads"])
+    if m is None:
+        return hidden * model.head_dim * (2 * heads + 2 * int(shape["num_query_groups"]))
+    queries = hidden * heads * model.head_dim
+    if m.query_rank is not None:
+        queries = m.query_rank * (hidden + heads * model.head_dim)
+    down = hidden * (m.key_value_rank + m.rotary_channels)
+    up = m.key_value_rank * heads * (m.content_channels + m.value_channels)
+    return queries + down + up + hidden * heads * m.value_channels
+
+
+def _mlp_parameters(model: ModelConfig, layer: int) -> int:
     shape = model.transformer
-    hidden, head = shape["hidden_size"], model.head_dim
-    heads, groups = shape["num_attention_heads"], shape["num_query_groups"]
-    attention = hidden * head * (2 * heads + 2 * groups)
-    return int(shape["num_layers"]) * (attention + 3 * hidden * int(shape["ffn_hidden_size"]))
+    hidden = int(shape["hidden_size"])
+    if not model.has_experts(layer):
+        return 3 * hidden * int(shape["ffn_hidden_size"])
+    width = shape["moe_router_topk"] * shape["moe_ffn_hidden_size"]
+    width += shape.get("moe_shared_expert_intermediate_size") or 0
+    return hidden * (3 * int(width) + model.experts)
 
 
 def step_flops(model: ModelConfig, work: Work) -> float:
     """FLOPs of forward and backward pass; the formula is at the top of this module."""
     shape = model.transformer
-    attention = 12 * shape["num_layers"] * shape["num_attention_heads"] * model.head_dim
+    channels = model.head_dim if model.latent is None else (model.head_dim + model.latent.value_channels) / 2
+    attention = 12 * shape["num_layers"] * shape["num_attention_heads"] * channels
     head = 6 * model.vocab_size * shape["hidden_size"]
     return float(6 * layer_parameters(model) * work.tokens + attention * work.keys + head * work.predictions)
 

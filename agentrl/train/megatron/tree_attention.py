@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.train.attention_blocks import Call, Range
@@ -172,21 +173,35 @@ def _add(total: Tensor, place: Place, values: Tensor) -> None:
 class TreeAttention(nn.Module):
     """Core attention of this tensor-parallel rank's heads, for megatron's attention layer."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         if config.attention_dropout or config.window_size is not None:
             raise NotImplementedError("TreeAttention supports neither dropout nor sliding windows")
-        self.scale = config.softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.scale = softmax_scale or config.softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.context_parallel = config.context_parallel_size
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packed_seq_params: Any, **_: Any
     ) -> Tensor:
-        """query [s, 1, heads, d], key and value [s, 1, groups, d], of this context-parallel rank -> [s, 1, heads * d]."""
-        k, v = key[:, 0], value[:, 0]
+        """query [s, 1, heads, d], key [s, 1, groups, d], value [s, 1, groups, w], of this context-parallel rank -> [s, 1, heads * w].
+
+        w is at most d; kernels have one size for all, so narrower values are padded.
+        """
+        width, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
+        k, v = key[:, 0], F.pad(value, (0, missing))[:, 0] if missing else value[:, 0]
         if self.context_parallel > 1:
             k, v = gather_context(torch.cat([k, v], 1)).chunk(2, 1)
-        return tree_attention(query[:, 0], k, v, packed_seq_params, self.scale).flatten(1)[:, None]
+        out = tree_attention(query[:, 0], k, v, packed_seq_params, self.scale)
+        return (out[..., :width] if missing else out).flatten(1)[:, None]
 
 
 def context_ranges(length: int, rank: int, size: int) -> list[Range]:

@@ -33,18 +33,17 @@ class Sender:
         self.group: BroadcastGroup | None = None
         self.receivers: list[Receiver] = []
         """the servers in the group"""
-        self.copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self.sends = self.copy == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.gathers = built.groups.any_copy
+        self.sends = built.groups.dense_copy and parallel_state.get_tensor_model_parallel_rank() == 0
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
 
     def _weights(self) -> Iterator[tuple[str, Tensor, list[int]]]:
-        """(name, tensor, shape) of every weight; all ranks of a tensor-parallel group must consume it."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        return gather_views(self.built.model, self.built.layout, group, lambda p: p.data)
+        """(name, tensor, shape) of every weight; all ranks of the first copy must consume it."""
+        return gather_views(self.built.model, self.built.layout, self.built.groups, lambda p: p.data)
 
     def checksums(self, kind: str) -> dict[str, str] | None:
         """A checksum (see server_checksums.py) of every parameter, under the server's names."""
-        if self.copy:
+        if not self.gathers:
             return None
         tensors = ((name, tensor.reshape(shape)) for name, tensor, shape in self._weights())
         sums = server_checksums(tensors, self.built.layout.vocab_size, kind)
@@ -52,7 +51,7 @@ class Sender:
 
     def tensors(self, receivers: Sequence[Receiver], bucket_bytes: int, timeout_s: float) -> DeliveryReport | None:
         """Deliver by handles, to servers on this machine (on a GPU: on the same GPU)."""
-        if self.copy:
+        if not self.gathers:
             return None
         if self.device.type == "cpu":
             torch.multiprocessing.set_sharing_strategy("file_system")
@@ -120,7 +119,7 @@ class Sender:
 
     def broadcast(self, bucket_bytes: int, timeout_s: float) -> DeliveryReport | None:
         """Deliver by broadcast to the servers of the group."""
-        if self.copy:
+        if not self.gathers:
             return None
         started, report = time.perf_counter(), DeliveryReport()
         queues = [RequestQueue(r, timeout_s) for r in self.receivers]
