@@ -252,7 +252,7 @@ def tools_of(obj: object) -> list[ToolSpec]:
 
     A method that overrides a tool is a tool without the decorator. A subclass removes a tool by setting its name to None.
     """
-    return [_spec(fn, *mark) for n, mark in _marks(type(obj)).items() if (fn := getattr(obj, n)) is not None]
+    return [_spec(fn, *mark) for n, mark in _marks(type(obj)).items() if (fn := getattr(obj, n)) is not None]  # type: ignore[arg-type]  # a class is hashable
 
 
 def tool_names(cls: type) -> list[str]:
@@ -261,6 +261,7 @@ def tool_names(cls: type) -> list[str]:
     return listed + [name for n, (name, _) in _marks(cls).items() if getattr(cls, n) is not None]
 
 
+@lru_cache(maxsize=4096)
 def _marks(cls: type) -> dict[str, tuple[str, ToolLimits]]:
     marks: dict[str, tuple[str, ToolLimits]] = {}
     for base in reversed(cls.__mro__):
@@ -321,7 +322,8 @@ def _spec(fn: Callable[..., Any], name: str, limits: ToolLimits) -> ToolSpec:
             f"found {name!r} for {fn!r:.80}; give @tool(name=...)"
         )
     build = _built if inspect.isroutine(fn) else _build
-    return replace(build(getattr(fn, "__func__", fn), name, inspect.ismethod(fn)), fn=fn, limits=limits)
+    built = build(getattr(fn, "__func__", fn), name, inspect.ismethod(fn))
+    return ToolSpec(name, built.description, built.parameters, fn, built.model, limits)
 
 
 def _build(fn: Callable[..., Any], name: str, bound: bool) -> ToolSpec:

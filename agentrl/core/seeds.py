@@ -12,7 +12,7 @@ import hashlib
 
 def derive_seed(run_seed: int, *path: int | str) -> int:
     """Return a 63-bit seed for a place in the run. Any change of any part gives an unrelated seed."""
-    text = "/".join(_part(p) for p in (run_seed, *path))
+    text = "/".join([_part(p) for p in (run_seed, *path)])
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 

@@ -42,13 +42,22 @@ def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, 
     def item_shape(value: Any, key: str) -> Any:
         return _IMAGE if key == "content" and is_image(value) else walk(value, key, ("type",))
 
+    def value_shape(value: Any, key: str) -> Any:
+        if key in _PART_LISTS and isinstance(value, (list, tuple)):
+            return (_LIST, *(item_shape(item, key) for item in value))
+        return walk(value, key, ("role", "type") if isinstance(value, str) else ())
+
     def message_shape(message: Message) -> Shape:
-        return tuple(
-            (k, (_LIST, *(item_shape(item, k) for item in v)))
-            if k in _PART_LISTS and isinstance(v, (list, tuple))
-            else (k, walk(v, k, ("role", "type") if isinstance(v, str) else ()))
-            for k, v in message.items()
-        )
+        shape = []
+        for key, value in message.items():
+            if type(value) is not str or key in ("role", "type"):
+                shape.append((key, value_shape(value, key)))
+                continue
+            if key in _CONTENT_KEYS:  # the usual case of `walk`
+                contents.append(len(texts))
+            texts.append(value)
+            shape.append((key, _TEXT))
+        return tuple(shape)
 
     return tuple(map(message_shape, messages)), texts, tuple(contents)
 

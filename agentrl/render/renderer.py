@@ -217,7 +217,9 @@ class Renderer:
         pieces = template.pieces(contents) if template is not None and not self._guard.off else None
         if pieces is None:
             pieces = self._render_delta(adapted, kinds[0], proof)
-        return Delta(self._expand_images(merged((*turn_end, *pieces)), adapted, Provenance.OBSERVATION))
+        if turn_end:
+            pieces = merged((*turn_end, *pieces))
+        return Delta(self._expand_images(pieces, adapted, Provenance.OBSERVATION))
 
     def encode_turn(
         self, message: Message, *, history: Sequence[Message] = (), tools: Sequence[Mapping[str, Any]] = ()

@@ -134,16 +134,17 @@ def _truncate(
     """Shorten the longest content until the rendering fits. Returns it (None: it does not fit), the messages, and the tokens cut."""
     kept = list(messages)
     rendered = render(kept)
-    full_length = len(rendered)
+    length = full_length = len(rendered)
     for _ in range(_MAX_ROUNDS):
-        if len(rendered) <= max_tokens or not rendered:
+        if length <= max_tokens or not length:
             break
-        shorter = _shorten_longest(renderer, kept, len(rendered) - max_tokens)
+        shorter = _shorten_longest(renderer, kept, length - max_tokens)
         if shorter is None:
             break
         kept = shorter
         rendered = render(kept)
-    return (rendered, kept, full_length - len(rendered)) if len(rendered) <= max_tokens else (None, kept, 0)
+        length = len(rendered)
+    return (rendered, kept, full_length - length) if length <= max_tokens else (None, kept, 0)
 
 
 def _shorten_longest(renderer: Renderer, messages: Sequence[Message], tokens: int) -> list[Message] | None:

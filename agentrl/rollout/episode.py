@@ -188,6 +188,7 @@ class Episode:
         self.invalid_actions = 0
         self.instance = EnvInstance(runner.make_env, runner.env_class, runner.pools)
         self.demonstration = False
+        self._schemas: list[dict[str, Any]] | None = None
         self.activity = "reset"
         """what the episode is doing, for the cause of a timeout"""
         self.release_failure: Failure | UsageError | None = None
@@ -429,7 +430,10 @@ class Episode:
         )
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema for tool in self.instance.tools.values()]
+        """The schemas of the episode's tools, which do not change while it runs."""
+        if self._schemas is None:
+            self._schemas = [tool.schema for tool in self.instance.tools.values()]
+        return self._schemas
 
     def last_sampled(self, draft: TurnDraft) -> tuple[int, ...]:
         """The ids that the policy generated in this turn."""
@@ -496,16 +500,24 @@ def cause_of(error: Failure | UsageError) -> str:
 
 async def complete_before_cancel(work: Coroutine[Any, Any, None]) -> None:
     """Wait until the work is done; a cancellation that arrives in between is raised afterwards."""
-    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
+        ended: asyncio.Future[None] = loop.create_future()
+        task.add_done_callback(partial(_set_ended, ended))
         try:
-            await asyncio.wait({task})
+            await ended
         except asyncio.CancelledError as e:
             cancelled = e
     if cancelled is not None:
         raise cancelled
     task.result()
+
+
+def _set_ended(ended: asyncio.Future[None], _: object) -> None:
+    if not ended.done():
+        ended.set_result(None)
 
 
 async def load_task_images(spec: EpisodeSpec) -> EpisodeSpec:

@@ -83,17 +83,18 @@ class ToolExecutor:
         """
         if answers_by_calls(tools, action):
             return action
+        if not action.calls:
+            return action
         results: list[ToolResult] = []
         for batch in _batches(tools, action.calls):
-            results += await self._batch(tools, batch)
-        if not results:
-            return action
+            if len(batch) == 1:
+                results.append(await self._call(tools, batch[0]))
+            else:
+                results += await self._batch(tools, batch)
         return Action(action.text, action.calls, action.errors, action.finish_reason, action.answer, tuple(results))
 
     async def _batch(self, tools: Mapping[str, ToolSpec], calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The results of calls that are made at the same time. A failure is raised after the other calls have ended."""
-        if len(calls) == 1:
-            return [await self._call(tools, calls[0])]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_failure_as_value(self._call(tools, call))) for call in calls]
         outcomes = [t.result() for t in tasks]
@@ -124,7 +125,11 @@ class ToolExecutor:
         started = time.perf_counter()
         async with limiter.slots:
             result = await self._attempts(spec, limiter, call, arguments)
-        return replace(result, duration_s=time.perf_counter() - started)
+        elapsed, r = (
+            time.perf_counter() - started,
+            result,
+        )  # built directly, since `replace` takes several times as long
+        return ToolResult(r.call_id, r.name, r.content, r.is_error, r.full_bytes, r.sha256, elapsed, r.parts)
 
     def _limiter(self, spec: ToolSpec) -> ToolLimiter:
         fn: Any = spec.fn if hasattr(spec.fn, "__qualname__") else type(spec.fn)

@@ -54,6 +54,7 @@ _OPTIONAL = ("detail", "parent", "branch_turn")
 _PROPERTY_AFTER = {"stop_reason": "status", "weights": "score"}
 """Properties of a trajectory that its record holds, by the field that they follow."""
 _EPISODE_KEYS = tuple(key for name in _TRAJECTORY_FIELDS for key in (name, _PROPERTY_AFTER.get(name)) if key)
+_episode_values = attrgetter(*_EPISODE_KEYS)
 _PROVENANCES = tuple(p.name for p in sorted(Provenance))
 """Provenance names by value: `Enum.name` is several times slower, and every span needs one."""
 _JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -133,7 +134,7 @@ def extra_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
     """Return a trajectory as JSON values. `extra` (step, split, config fingerprint, …) is stored beside it."""
-    values = {key: getattr(t, key) for key in _EPISODE_KEYS}
+    values = dict(zip(_EPISODE_KEYS, _episode_values(t), strict=True))
     values |= {
         "task": {**_task_fields(t.task), "metadata": dict(t.task.metadata)},
         "segments": [_segment(s) for s in t.segments],

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from agentrl.engine.sglang.connection import Connection
+from agentrl.engine.sglang.connection import Connection, request_deadlines
 from agentrl.engine.sglang.http import HttpClient
 from agentrl.errors import EngineFailure
 
@@ -230,7 +230,7 @@ class Wire(asyncio.Transport):
 
 
 async def test_an_unrequested_head_makes_the_connection_unusable():
-    connection = Connection()
+    connection = Connection(request_deadlines())
     connection.connection_made(Wire())
     asked = asyncio.create_task(connection.request(b"x", 5.0))
     await asyncio.sleep(0)
@@ -338,7 +338,7 @@ def test_invalid_addresses(address):
 
 
 async def test_a_chunked_body_is_complete_with_its_last_byte_and_not_before():
-    connection = Connection()
+    connection = Connection(request_deadlines())
     connection.connection_made(Wire())
     request = asyncio.create_task(connection.request(b"x", 5.0))
     for byte in EXTENDED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from agentrl.engine.sglang.http import HttpClient
@@ -90,9 +90,9 @@ class ServerApi:
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: dict[str, Any], *, timeout_s: float) -> Any:
+    def generate(self, body: dict[str, Any], *, timeout_s: float) -> Coroutine[Any, Any, Any]:
         """The response of /generate."""
-        return await self._http.post("/generate", body, timeout_s=timeout_s)
+        return self._http.post("/generate", body, timeout_s=timeout_s)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Failures are ignored: a server that is gone has dropped the request too."""

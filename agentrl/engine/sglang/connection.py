@@ -11,6 +11,8 @@ from typing import NamedTuple, cast
 
 import httptools
 
+from agentrl.core.deadlines import Deadlines
+
 MAX_HEAD_BYTES = 1 << 16
 
 
@@ -29,10 +31,21 @@ class ConnectionLost(ConnectionError):
         self.begun = begun
 
 
-class Connection(asyncio.Protocol):
-    """One connection to a server."""
+def request_deadlines() -> Deadlines[asyncio.Future[Response]]:
+    """The time limits of requests, by the future of the response."""
+    return Deadlines(_time_out)
 
-    def __init__(self) -> None:
+
+def _time_out(pending: asyncio.Future[Response]) -> None:
+    if not pending.done():
+        pending.set_exception(TimeoutError())
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a server. `deadlines` are those of all its client's connections (`request_deadlines`)."""
+
+    def __init__(self, deadlines: Deadlines[asyncio.Future[Response]]) -> None:
+        self._deadlines = deadlines
         self.transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # which RFC 9112 allows
@@ -59,15 +72,14 @@ class Connection(asyncio.Protocol):
         """
         if self.transport.is_closing():
             raise ConnectionLost("the server closed it", begun=False)
-        loop = asyncio.get_running_loop()
-        pending: asyncio.Future[Response] = loop.create_future()
+        pending: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._pending = pending
-        timer = loop.call_later(timeout_s, self._fail, TimeoutError())
+        self._deadlines.add(pending, timeout_s)
         try:
             self.transport.write(request)
             return await pending
         finally:
-            timer.cancel()
+            self._deadlines.remove(pending)
             self._pending = None
             if not pending.done() or pending.cancelled() or pending.exception() is not None:
                 self.transport.abort()

@@ -229,7 +229,7 @@ class SGLangEngine:
             self._flights.discard(flight)
 
     async def _send(self, flight: _Flight, body: dict[str, Any]) -> Any:
-        """Send one request as soon as the engine is not paused; returns the response."""
+        """Send one request as soon as the engine is not paused; returns the response, and notes for `silent_s` when it came."""
         self._requests_sent += 1
         flight.request_id = body["rid"] = f"{self._client_id}-{self._requests_sent}"
         task = flight.task = asyncio.current_task()
@@ -238,7 +238,16 @@ class SGLangEngine:
         try:
             await self._running.wait()
             flight.version = self.policy_version
-            return await self._timed(body)
+            clock = asyncio.get_running_loop().time
+            if not self._in_server:
+                self._last_response = clock()
+            self._in_server += 1
+            try:
+                response = await self.api.generate(body, timeout_s=self._generate_timeout_s)
+                self._last_response = clock()
+                return response
+            finally:
+                self._in_server -= 1
         except asyncio.CancelledError:
             if flight.failure is not None and task.uncancel() <= cancels:  # else the task itself was cancelled as well
                 raise flight.failure from None
@@ -246,19 +255,6 @@ class SGLangEngine:
             raise
         finally:
             flight.task = None
-
-    async def _timed(self, body: dict[str, Any]) -> Any:
-        """Send a request and note for `silent_s` when the server responded."""
-        clock = asyncio.get_running_loop().time
-        if not self._in_server:
-            self._last_response = clock()
-        self._in_server += 1
-        try:
-            response = await self.api.generate(body, timeout_s=self._generate_timeout_s)
-            self._last_response = clock()
-            return response
-        finally:
-            self._in_server -= 1
 
     def _may_keep(self, response: Any, sampling: SamplingParams) -> bool:
         """Whether the tokens of an aborted request can be kept. The server does not report all tokens of one that waited in its queue."""

@@ -134,7 +134,8 @@ class Fleet:
 
     async def _assign(self, session: str) -> Member:
         """Assign a session to the ready member with the fewest sessions."""
-        ready = await self._wait_for(("ready",), self._patience_s)
+        ready = [] if self._closed else self._in_state("ready")
+        ready = ready or await self._wait_for(("ready",), self._patience_s)
         member = min(ready, key=lambda m: len(m.sessions))
         member.sessions.add(session)
         self._sessions[session] = member

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import orjson
 
-from agentrl.engine.sglang.connection import Connection, ConnectionLost, Response
+from agentrl.engine.sglang.connection import Connection, ConnectionLost, Response, request_deadlines
 from agentrl.errors import EngineFailure
 
 KEEP_ALIVE_S = 4.0
@@ -48,9 +49,10 @@ class HttpClient:
         """with the times since when, in this order"""
         self._sweep: asyncio.TimerHandle | None = None
         self._busy: set[Connection] = set()
+        self._deadlines = request_deadlines()
         self._closed = False
 
-    async def post(self, path: str, body: Any, *, timeout_s: float) -> Any:
+    def post(self, path: str, body: Any, *, timeout_s: float) -> Coroutine[Any, Any, Any]:
         """Send `body` as JSON; returns the parsed response, or its text if it is not JSON.
 
         Raises:
@@ -58,11 +60,11 @@ class HttpClient:
         """
         content = orjson.dumps(body)
         head = f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-        return await self._request("POST", path, head, content, timeout_s)
+        return self._request("POST", path, head, content, timeout_s)
 
-    async def get(self, path: str, *, timeout_s: float) -> Any:
+    def get(self, path: str, *, timeout_s: float) -> Coroutine[Any, Any, Any]:
         """Same as `post` without a body."""
-        return await self._request("GET", path, "", b"", timeout_s)
+        return self._request("GET", path, "", b"", timeout_s)
 
     async def close(self) -> None:
         """Close all connections; idempotent."""
@@ -117,7 +119,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(limit_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    Connection, self._host, self._port, ssl=self._tls
+                    lambda: Connection(self._deadlines), self._host, self._port, ssl=self._tls
                 )
                 return connection
         except OSError as e:  # includes TimeoutError

@@ -167,7 +167,10 @@ def context_checksum(ids: Sequence[int], vocab_size: int | None) -> int:
 
 
 def _below(packed: array[int], vocab_size: int) -> bool:
-    return not packed or int(np.frombuffer(packed, np.uint32).max()) < vocab_size
+    if not packed:
+        return True
+    ids = np.frombuffer(packed, np.uint32)
+    return int(ids[ids.argmax()]) < vocab_size  # `max` has a wrapper in Python
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------
@@ -304,8 +307,8 @@ def _read_tokens(response: Mapping[str, Any], where: str) -> tuple[tuple[int, ..
     if not (output_ids is None or isinstance(output_ids, list)) or not isinstance(triples, list):
         raise malformed(where, "output_ids or output_token_logprobs is not a list")
     try:
-        log_probs, ids = tuple(zip(*triples, strict=True))[:2] if triples else ((), ())
-    except (TypeError, ValueError) as e:
+        log_probs, ids = tuple([t[0] for t in triples]), tuple([t[1] for t in triples])
+    except (TypeError, LookupError) as e:
         raise malformed(where, "output_token_logprobs does not consist of (log-prob, id, text)") from e
     if not _INT.issuperset(map(type, ids)):
         raise EngineFailure(f"{where} returned ids that are not integers", "engine: ids not integers")
