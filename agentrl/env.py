@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from agentrl.core.real_number import MAX_MAGNITUDE, real_number
+from agentrl.core.redaction import redact
 from agentrl.core.registry import Registry
 from agentrl.errors import ConfigError, ContractError, shown, suggest
 from agentrl.tool import (
@@ -226,7 +227,7 @@ class Env:
     @classmethod
     def label(cls) -> str:
         """The name shown in records and tables."""
-        return cls.name or cls.__name__
+        return redact(cls.name or cls.__name__)
 
     def tool_specs(self, task: Task | None = None) -> list[ToolSpec]:
         """The tools of this instance: those in `tools`, then the `@tool` methods. `Tool` classes are instantiated (see `tool_instances`).

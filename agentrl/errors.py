@@ -31,6 +31,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
 
+from agentrl.core.redaction import redact
+
 
 class AgentRLError(Exception):
     """Base class of the errors of agentrl."""
@@ -105,11 +107,11 @@ class InfraError(AgentRLError, RuntimeError):
 
 
 class Failure(AgentRLError, RuntimeError):
-    """Infrastructure failed during an episode. `cause` is its short name in the table of causes."""
+    """Infrastructure failed during an episode. `cause` is its short name in the table of causes. Both are recorded; credentials are masked."""
 
     def __init__(self, message: str, cause: str | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause or message
+        super().__init__(redact(message, environment=True))
+        self.cause = redact(cause or message, environment=True)
 
     def __reduce__(self) -> tuple[type[Failure], tuple[str, str]]:
         return type(self), (str(self), self.cause)
@@ -160,9 +162,9 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
 
 
 def describe(error: BaseException) -> str:
-    """Return 'Type: message', or the type alone if its __str__ raises."""
+    """Return 'Type: message' with credentials masked, or the type alone if its __str__ raises."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return redact(f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001  user code: its __str__
         return type(error).__name__
 

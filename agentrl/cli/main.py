@@ -16,6 +16,7 @@ from agentrl.cli.common import Commands, HelpFormatter, print_now
 from agentrl.cli.flags import BASIC, complete_switches
 from agentrl.cli.foreign_flags import own_names, split_unknown
 from agentrl.config import FIELDS
+from agentrl.core.redaction import remember_environment
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.run.run_log import warnings_on_stderr
 
@@ -47,6 +48,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
+    remember_environment(os.environ)
     parser, commands = make_parser(basic="-h" in words or "--help" in words)
     command = words[0] if words and not words[0].startswith("-") else None
     name = f"agentrl {command}" if command in commands else "agentrl"
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 2
+        args.words = words
         with warnings_on_stderr():
             status: int = _ungrouped(args.run_command, args, rest)
     except (UsageError, StoreError) as e:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from agentrl.cli.common import Commands, print_now, run_job
@@ -12,8 +15,11 @@ from agentrl.config import FIELDS, Config, Layer, build_config, read_toml
 from agentrl.config.paths import anchor
 from agentrl.errors import ConfigError
 from agentrl.run.model_folder import embedded
+from agentrl.run.supervisor import Supervised, supervise
 
-_RESUMABLE = {"num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level"}
+_RESUMABLE = {
+    "num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level", "use_fault_tolerance", "trainer_timeout_s"
+}  # fmt: skip
 """Settings that may change when a run continues."""
 
 
@@ -50,16 +56,31 @@ def run_train(args: argparse.Namespace, rest: list[str]) -> int:
     if args.debug_train_only and not args.train_only:
         raise ConfigError("--debug-train-only trains on recorded episodes; give --load-debug-rollout-data RUN")
     _require_one(args)
-    run = args.resume or _loaded(args)
-    if run:
-        run_job(train(_resumed(args, rest, run), resume=run, echo=print_now))
-    elif args.train_only:
+    if args.train_only:
         run_job(train_only(resolve_trained(args, rest, [args.train_only]), args.train_only, echo=print_now))
-    elif args.debug_rollout_only:
+        return 0
+    if args.debug_rollout_only:
         run_job(rollout_only(resolve_played(args, rest, scored=False), echo=print_now))
-    else:
-        run_job(train(resolve_played(args, rest, scored=True), echo=print_now))
+        return 0
+    supervised = Supervised.of_environment()
+    with supervised.reporting_final_errors() if supervised else nullcontext():
+        run = args.resume or _loaded(args)
+        config = _resumed(args, rest, run) if run else resolve_played(args, rest, scored=True)
+        if config.run.use_fault_tolerance and supervised is None:
+            return _supervise(args.words, config)
+        on_folder = supervised.report_folder if supervised else None
+        run_job(train(config, resume=run, echo=print_now, on_folder=on_folder))
     return 0
+
+
+def _supervise(words: Sequence[str], config: Config) -> int:
+    """Run this command in a child process, and continue its run after a crash."""
+    agentrl = [sys.executable, "-m", "agentrl.cli"]
+
+    def resume(folder: Path) -> list[str]:
+        return [*agentrl, "train", "--resume", str(folder), "--log-level", config.run.log_level]
+
+    return supervise([*agentrl, *words], resume, lambda line: print_now(f"agentrl train: {line}", sys.stderr))
 
 
 def _require_one(args: argparse.Namespace) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from agentrl.config.credentials import FILE, resolve, separate
 from agentrl.config.describe import describe_bounds, describe_type, is_optional
 from agentrl.config.rules import check
 from agentrl.config.settings import FIELDS, SECTIONS, TABLES, Config, field_infos
+from agentrl.core.redaction import remember
 from agentrl.errors import ConfigError, suggest
 
 Layer = dict[str, Any]
@@ -23,7 +25,7 @@ _adapter = lru_cache(TypeAdapter)
 
 
 def read_toml(path: Path) -> Layer:
-    """Read a TOML file as one layer.
+    """Read a TOML file as one layer. The credentials to which a run's config.toml refers come from the file beside it.
 
     Raises:
         ConfigError: The file cannot be read, is not TOML, or has an unknown section or key.
@@ -39,7 +41,7 @@ def read_toml(path: Path) -> Layer:
     except RecursionError as e:
         raise ConfigError(f"{path}: arrays or tables are nested too deep") from e
     layer: Layer = {}
-    for section, body in data.items():
+    for section, body in resolve(data, path.with_name(FILE)).items():
         if section in FIELDS and section not in SECTIONS:
             raise ConfigError(f"{path}: {section!r} is outside any section; it belongs in [{FIELDS[section]}]")
         if section not in (*SECTIONS, *TABLES):
@@ -77,6 +79,7 @@ def build_config(*layers: Layer, base: Layer | None = None) -> Config:
                 raise ConfigError(f"unknown setting {key!r}{suggest(key, FIELDS)}")
             before: Any = merged.get(key)
             merged[key] = {**before, **value} if isinstance(value, Mapping) and isinstance(before, Mapping) else value
+    _remember_credentials(merged)
     if problems := value_problems(merged):
         raise ConfigError.of_all(problems)
     sections = {
@@ -85,6 +88,15 @@ def build_config(*layers: Layer, base: Layer | None = None) -> Config:
     config = Config(**sections, megatron=dict(merged.get("megatron", {})), sglang=dict(merged.get("sglang", {})))
     check(config, {key for layer in layers for key in layer})
     return config
+
+
+def _remember_credentials(layer: Layer) -> None:
+    """Mask the credentials of settings in every message from now on."""
+    credentials: dict[str, Any] = {}
+    for key, value in layer.items():
+        separate({key: value} if key in TABLES else {FIELDS[key]: {key: value}}, credentials)
+    for credential in credentials.values():
+        remember(credential)
 
 
 def value_problems(layer: Layer) -> list[str]:

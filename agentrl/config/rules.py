@@ -203,15 +203,16 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             "--rollout-function-path plays whole rollouts itself; leave out --schedule and --dynamic-sampling-filter-path"
         )
-    if config.schedule.schedule == "sync":
+    sync = config.schedule.schedule == "sync"
+    given = "--dynamic-sampling-filter-path" if sync else f"--schedule {config.schedule.schedule}"
+    if config.rollout.runner_processes > 1 and (not sync or config.schedule.dynamic_sampling_filter_path):
+        raise ConfigError(f"{given} runs episodes in one process; leave out --runner-processes")
+    if sync:
         return
-    given = f"--schedule {config.schedule.schedule}"
     if config.engine.colocate:
         raise ConfigError(
             f"{given} generates during training, so engines need memory of their own; leave out --colocate"
         )
-    if config.rollout.runner_processes > 1:
-        raise ConfigError(f"{given} runs episodes in one process; leave out --runner-processes")
 
 
 def _check_ray(config: Config) -> None:

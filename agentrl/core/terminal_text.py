@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from agentrl.core.redaction import redact
+
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """all control characters except tab and newline; marks that reverse the direction of text; lone surrogates, which cannot be printed"""
 
 
 def printable(text: object) -> str:
-    r"""Return a text in which control characters are visible, as escapes: ESC becomes \x1b."""
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
+    r"""Return a text in which control characters are visible, as escapes: ESC becomes \x1b. Credentials are masked."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], redact(str(text), environment=True))

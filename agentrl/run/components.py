@@ -37,12 +37,14 @@ from agentrl.run.runner_settings import RunnerSettings, runner_settings
 from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
+from agentrl.train.restarting import RestartingTrainer
 from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
     from agentrl.engine.sglang.plan import ServerPlan
     from agentrl.train.base import Critic, Trainer
     from agentrl.train.distillation import Teachers
+    from agentrl.train.megatron.trainer import MegatronTrainer
     from agentrl.weight_sync.base import WeightSync
 
 
@@ -334,15 +336,17 @@ class Components:
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
-        from agentrl.train.megatron.trainer import MegatronTrainer
-
-        return MegatronTrainer(self.folder, reference=reference, run_dir=run_dir, **self._trainer_options())
+        return self._start_trainer(self.folder, run_dir, reference=reference)
 
     def critic(self, run_dir: Path) -> Critic:
         """Start the critic: a value model on separate ranks, with the trainer's settings."""
+        return self._start_trainer(self.critic_folder(), run_dir, critic=True)
+
+    def _start_trainer(self, model: Path, run_dir: Path, **options: Any) -> MegatronTrainer | RestartingTrainer:
         from agentrl.train.megatron.trainer import MegatronTrainer
 
-        return MegatronTrainer(self.critic_folder(), critic=True, run_dir=run_dir, **self._trainer_options())
+        start = functools.partial(MegatronTrainer, model, run_dir=run_dir, **options, **self._trainer_options())
+        return RestartingTrainer(start, run_dir / "trainer") if self.config.run.use_fault_tolerance else start()
 
     def teachers(self) -> Teachers | None:
         """The teachers of `--opd-teacher`; None: there are none."""
@@ -361,6 +365,7 @@ class Components:
             "tree_packing": c.train.tree_packing,
             "dtype": c.model.dtype,
             "threads": c.engine.threads,
+            "timeout_s": c.run.trainer_timeout_s,
         }
 
     def close(self) -> None:

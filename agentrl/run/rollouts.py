@@ -63,6 +63,8 @@ class EpisodeRun:
     ) -> None:
         self.components = components
         self.config = config = components.config
+        if plays != "recorded":
+            config.require_credentials()
         evaluates = config.eval.eval_interval > 0 and plays != "recorded"
         self.eval_sets = evaluation_sets(components) if evaluates else {}
         if plays == "evaluation" and not self.eval_sets:

@@ -66,15 +66,31 @@ def _copy_rollout(
 ) -> CollectedEpisodes:
     """Read a recorded rollout and write its episodes into the new run."""
     causes, violations = CauseTable(), 0
-    members: dict[int, list[Trajectory]] = {}
+    episodes: list[Trajectory] = []
     for record in recording.records(list(entries)):
         t = from_record(record, recording.images)
         causes.add(t)
         violations += exactness_violations([t])
         run.folder.episodes.write(t, step=step, split="train", config=record.get("config"))
-        if t.status not in (Status.FAILED, Status.ABORTED):
-            members.setdefault(t.group_index, []).append(t)
-    groups = [Group(index, ts[0].task, tuple(ts)) for index, ts in members.items()]
-    episodes = CollectedEpisodes(groups, causes, violations)
-    run.report.add_episodes(*episodes)
-    return episodes
+        episodes.append(t)
+    groups, causes.dropped_groups = complete_groups(episodes, run.config.rollout.min_group_size)
+    collected = CollectedEpisodes(groups, causes, violations)
+    run.report.add_episodes(*collected)
+    return collected
+
+
+def complete_groups(attempts: Sequence[Trajectory], min_size: int) -> tuple[list[Group], int]:
+    """The groups that the recorded rollout trained on, and the number of those that it dropped.
+
+    A dropped group's survivors are recorded as well; to train on them would change the denominator of all others. The size that a group
+    was issued with is the number of its episodes with an attempt, failed ones included.
+    """
+    issued: dict[int, list[Trajectory]] = {}
+    for t in attempts:
+        issued.setdefault(t.group_index, []).append(t)
+    groups = []
+    for index, members in issued.items():
+        left = tuple(t for t in members if t.status not in (Status.FAILED, Status.ABORTED))
+        if left and len(left) >= min(min_size, len({t.index for t in members})):
+            groups.append(Group(index, left[0].task, left))
+    return groups, len(issued) - len(groups)

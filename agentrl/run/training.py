@@ -25,6 +25,7 @@ from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import Critic, LossConfig, Row, Trainer
 from agentrl.train.estimators import find_estimator
+from agentrl.train.restarting import RestartingTrainer
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.train.step_record import step_record
 from agentrl.train.steps import Models, critic_loss, loss_config, needs_reference, prepare, with_sequence_ratios
@@ -35,13 +36,16 @@ CRITIC = "critic"
 """folder of the critic's checkpoint inside the trainer's"""
 
 
-async def train(config: Config, *, resume: Path | None = None, echo: Echo = print) -> Path:
+async def train(
+    config: Config, *, resume: Path | None = None, echo: Echo = print, on_folder: Callable[[Path], None] | None = None
+) -> Path:
     """Train a policy; returns the run folder.
 
     Args:
         config: all settings of the run.
         resume: a run folder to continue from its last checkpoint; the result is bit-exact.
         echo: shows a message to the user.
+        on_folder: called with the run folder once the run can be resumed.
 
     Raises:
         UsageError: something cannot work; raised before anything starts.
@@ -54,6 +58,8 @@ async def train(config: Config, *, resume: Path | None = None, echo: Echo = prin
     await components.require_env()
     require_state_keys(components)
     async with TrainingRun(components, resume=resume, echo=echo) as run:
+        if on_folder is not None:
+            on_folder(run.folder.path)
         try:
             await run.start()
             if uses_window(config):
@@ -103,7 +109,7 @@ class TrainingRun(EpisodeRun):
         self.rates: dict[str, float] = {}
         """tokens per second, MFU and memory of the last optimizer steps"""
         self._trainer: Trainer | None = None
-        self._saving: asyncio.Task[Path] | None = None
+        self._saving: asyncio.Task[None] | None = None
         """the checkpoint that is being written (--async-save)"""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +224,13 @@ class TrainingRun(EpisodeRun):
     def further_timings(self) -> dict[str, float]:
         """Rates of the optimizer steps, the parts of the last weight sync, and the free GPU memory where engine and trainer share GPUs."""
         sync = {f"sync/{name}": value for name, value in self.weights.seconds.items()}
-        return self.rates | sync | self.weights.memory()
+        restarts = {name: float(t.restarts) for name, t in self._restarting() if t.restarts}
+        return self.rates | sync | self.weights.memory() | restarts
+
+    def _restarting(self) -> list[tuple[str, RestartingTrainer]]:
+        """Trainer and critic, if they are started again after failures, with the name of their count of restarts."""
+        both = (("trainer_restarts", self._trainer), ("critic_restarts", self.critic))
+        return [(name, t) for name, t in both if isinstance(t, RestartingTrainer)]
 
     async def save(
         self,
@@ -248,18 +260,25 @@ class TrainingRun(EpisodeRun):
         await self.complete_save()
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
         if not self.config.run.async_save:
-            await asyncio.to_thread(self.folder.save, step, state, self.save_trainer, files)
+            checkpoint = await asyncio.to_thread(self.folder.save, step, state, self.save_trainer, files)
+            self._note_checkpoint(checkpoint)
             await self.weights.reclaim_gpu(self.trainer)
             return
         complete = await asyncio.to_thread(self.folder.begin_save, step, state, self.begin_save_trainer, files)
         await self.weights.reclaim_gpu(self.trainer)
-        self._saving = asyncio.create_task(asyncio.to_thread(complete))
+        self._saving = asyncio.create_task(asyncio.to_thread(lambda: self._note_checkpoint(complete())))
 
     async def complete_save(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
+
+    def _note_checkpoint(self, checkpoint: Path) -> None:
+        """Ranks that are started again load this checkpoint."""
+        for name, trainer in self._restarting():
+            path = checkpoint / "trainer"
+            trainer.restart_from(path / CRITIC if name == "critic_restarts" else path)
 
     def save_trainer(self, path: Path) -> None:
         """Write the trainer's checkpoint, and the critic's into its folder `critic`."""
@@ -268,10 +287,14 @@ class TrainingRun(EpisodeRun):
             self.critic.save(path / CRITIC)
 
     def begin_save_trainer(self, path: Path) -> Callable[[], None]:
-        """Start what `save_trainer` writes; the function that is returned completes it. The critic's part is written at once."""
-        complete = self.trainer.begin_save(path)
-        if self.critic is not None:
-            self.critic.save(path / CRITIC)
+        """Start what `save_trainer` writes; the function that is returned completes it. The critic's part is written then."""
+        complete_trainer = self.trainer.begin_save(path)
+
+        def complete() -> None:
+            complete_trainer()
+            if self.critic is not None:
+                self.critic.save(path / CRITIC)
+
         return complete
 
     def load_trainer(self, path: Path) -> None:

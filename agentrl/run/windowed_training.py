@@ -138,6 +138,8 @@ class WindowedTraining:
         with self.timeline.span("trainer waits for groups", f"rollout {step + 1}"):
             taken = await pipeline.take()
         episodes = await player.collect(run.collector, step, taken)
+        if run.config.engine.colocate:  # the engine sleeps during training
+            await self._evaluated()
         run.report.add_episodes(*episodes)
         metrics = rollout_metrics(*episodes) | self._staleness(taken, episodes.groups)
         rollout = StageReport(metrics, {"rollout_s": time.perf_counter() - started})

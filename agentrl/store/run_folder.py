@@ -1,6 +1,7 @@
 """The run folder: everything that a run writes, and everything that it needs to resume bit-exactly after a crash.
 
     config.toml      the resolved settings and the version of agentrl
+    secrets.toml     the credentials to which config.toml refers, readable by its owner only; most runs have none
     metrics.jsonl    one line per rollout and per evaluation; no timings, so that equal runs have equal files
     timings.jsonl    seconds, per rollout
     run.log          messages and warnings with time and level; a resumed run appends to it
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import Config, GatewaySettings, RunSettings
+from agentrl.config.credentials import FILE as SECRETS
+from agentrl.config.credentials import read_credentials, write_credentials
 from agentrl.core.atomic_write import new_file, new_folder, sync
 from agentrl.core.child_process import process_exists
 from agentrl.core.name_syntax import split_object
@@ -166,12 +169,17 @@ def _link(link: Path, target: Path) -> None:
 
 
 def _write_config(path: Path, config: Config, version: str) -> None:
+    """Write config.toml; the credentials to which it refers before it, beside those of the config.toml that it replaces."""
+    credentials = read_credentials(path / SECRETS)
+    text = config.to_toml(credentials=credentials)
+    if credentials:
+        write_credentials(path / SECRETS, credentials)
     with new_file(path / "config.toml") as file:
-        file.write_text(f"# agentrl {version}\n{config.to_toml()}", encoding="utf-8")
+        file.write_text(f"# agentrl {version}\n{text}", encoding="utf-8")
 
 
 _WRITTEN_AT_START = {
-    "config.toml", "metrics.jsonl", "timings.jsonl", "run.log", "tensorboard", "episodes", "checkpoints", "trainer"
+    "config.toml", SECRETS, "metrics.jsonl", "timings.jsonl", "run.log", "tensorboard", "episodes", "checkpoints", "trainer"
 }  # fmt: skip
 """What a run writes before its first episode."""
 

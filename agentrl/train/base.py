@@ -194,6 +194,8 @@ class Trainer(Protocol):
     """the tokens of a micro-batch are padded to a multiple of this"""
     tree_packing: bool
     """a prefix that rows of a micro-batch share is computed once"""
+    restarts: int
+    """how often the ranks were started again; a group of ranks and servers ends with them"""
 
     def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
         """Per-token log-probs of the current or the reference model, at each row's temperature. Entry 0 is 0.

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.core.redaction import redact
 from agentrl.store import IndexEntry, Recording
 from agentrl.store.json_lines import read_json_lines
 from agentrl.view.episode_detail import Decode, episode_detail
@@ -77,7 +78,7 @@ class RunSource:
             ],
             "metrics": self._points("metrics.jsonl"),
             "timings": self._points("timings.jsonl"),
-            "config": config.read_text(errors="replace") if config else "",
+            "config": redact(config.read_text(errors="replace")) if config else "",
             "replay": dict(Counter(self.replayed().values())),
             "rescore": orjson.loads(rescore.read_bytes()) if rescore else None,
         }

@@ -25,6 +25,8 @@ class BroadcastSync(DeliverySync):
     """name of the groups; empty: none was formed yet"""
     _members: tuple[tuple[str, int], ...] = ()
     """address and start count of the servers in the groups"""
+    _restarts = 0
+    """of the trainer, when the groups were formed"""
 
     async def update(self, trainer: Trainer, policy_version: int) -> None:
         expected = await self.expected(trainer)
@@ -53,7 +55,7 @@ class BroadcastSync(DeliverySync):
     async def _form_groups(self, trainer: Trainer, engines: Sequence[SGLangEngine]) -> Failures:
         """Make the groups consist of exactly these engines; returns the servers that failed."""
         members = tuple((e.address, e.starts) for e in engines)
-        if members == self._members:
+        if members == self._members and trainer.restarts == self._restarts:
             return {}
         if self._group:
             await asyncio.gather(*(self._leave(e, s) for e in engines for s in range(trainer.stages)))
@@ -67,7 +69,7 @@ class BroadcastSync(DeliverySync):
             backend="gloo" if engines[0].api.facts.device == "cpu" else "nccl",
         )
         if not failed:
-            self._members = members
+            self._members, self._restarts = members, trainer.restarts
         return failed
 
     async def _leave(self, engine: SGLangEngine, stage: int) -> None:

@@ -566,6 +566,7 @@ CASES = [
     Case("tree_packing", False, trainer("tree_packing"), False),
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
     Case("async_save", True, lambda s: [e for e in s.trainer.events if "save" in e], ["save begun", "save complete"]),
+    Case("trainer_timeout_s", 60.0, trainer("timeout_s"), 60.0),
     Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
     # evaluation
@@ -602,6 +603,7 @@ ELSEWHERE = {
     "group_rm": "needs a function: test_slime_hooks.py",
     "custom_generate_function_path": "needs a function: test_slime_hooks.py",
     "rollout_function_path": "needs a function: test_slime_hooks.py",
+    "use_fault_tolerance": "needs a crash: test_fault_tolerance.py",
     "log_level": "changes what is logged, nothing in the run",
     "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
     "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",

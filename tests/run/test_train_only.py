@@ -4,18 +4,21 @@ import dataclasses
 import json
 
 import pytest
-from doubles import SAMPLED, FakeEngine, groups_of, make_runner
+from doubles import SAMPLED, FakeEngine, groups_of, make_runner, trajectory
 from lookup import Search
 from replays import NoteTrainer, script
 
 from agentrl import __version__, reward
 from agentrl.cli.main import main
 from agentrl.config import build_config
+from agentrl.errors import EngineFailure
 from agentrl.rollout.rollout import Rollout, RolloutLimits
-from agentrl.store import Recording, from_record
+from agentrl.run.train_only import complete_groups
+from agentrl.store import EpisodeWriter, Recording, from_record, read_episodes
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.sample import to_samples
 from agentrl.train.step_record import rebuild_rows
+from agentrl.types import StopReason
 
 
 @reward
@@ -88,6 +91,39 @@ async def test_every_recorded_rollout_is_a_step_and_the_rows_are_in_the_record(
                 for n in ("tokens", "weights", "advantages", "rollout_log_probs", "temperature")
             )
     assert any(s.provenance is SAMPLED for s in from_record(recording.record(recording.episodes[0])).segments[0].spans)
+
+
+@pytest.mark.parametrize("min_size", [1, 2, 3])
+async def test_a_group_that_the_run_dropped_is_not_trained_on(tmp_path, tags, min_size):
+    """Its survivors are recorded; as members of a group they would change the denominator of all rows."""
+    lost = {2, 3, 4, 8}  # of four groups of three: none, two, one of three, two attempts of one episode
+
+    def failing(request):
+        index, attempt = map(int, request.session.split("/")[0].split("-")[:2])
+        if index in lost - {2} or (index == 2 and not attempt):
+            return EngineFailure("the server died")
+        return script(request)
+
+    runner = make_runner(Search, failing, tags, rewards=(odd,))
+    attempts = {}
+    limits = RolloutLimits(max_retries=1, min_group_size=min_size, max_failure_share=1.0)
+    played, causes = await Rollout(runner, limits).run(groups_of(4, 3), lambda t: attempts.update({t.episode_id: t}))
+    runner.close()
+    writer = EpisodeWriter(tmp_path / "episodes")
+    for t in sorted(attempts.values(), key=lambda t: (t.index, t.attempt)):
+        writer.write(t, step=0, split="train")
+    writer.close()
+    groups, dropped = complete_groups(list(read_episodes(tmp_path / "episodes")), min_size)
+    members = [[t.episode_id for t in g.trajectories] for g in groups]
+    assert members == [[t.episode_id for t in g.trajectories] for g in played]
+    assert dropped == causes.dropped_groups == {1: 0, 2: 1, 3: 2}[min_size]
+
+
+def test_a_group_without_a_survivor_is_dropped_and_one_issued_small_is_not():
+    failed, alone = trajectory(reason=StopReason.ENGINE_FAILURE), trajectory(index=1, group=1)
+    groups, dropped = complete_groups([failed, alone], 2)
+    assert [g.trajectories for g in groups] == [(alone,)]
+    assert dropped == 1
 
 
 def test_an_existing_run_folder_is_left_alone(run, tokenizer_dir, capsys, monkeypatch):

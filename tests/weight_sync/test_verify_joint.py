@@ -85,12 +85,12 @@ class Server(Double):
 class Trainer:
     """Gives its weights to servers in each of the ways."""
 
-    copies, stages, dtype = 1, 1, "float32"
+    copies, stages, dtype, restarts = 1, 1, "float32", 0
 
     def __init__(self, servers):
         self.servers = {s.address: s for s in servers}
         self.tensors = new_weights(1)
-        self.receivers = []
+        self.receivers, self.groups = [], 0
 
     def log_probs(self, rows, *, reference=False, trained_only=False):
         return [np.array([0.0, *log_probs(self.tensors, r.tokens.tolist())], np.float32) for r in rows]
@@ -103,6 +103,7 @@ class Trainer:
     def deliver(self, action, *, receivers=None, **_):
         if action == "checksums":
             return [checksums(self.tensors)]
+        self.groups += action == "open_group"
         self.receivers = receivers or self.receivers
         if action != "open_group":
             for receiver in self.receivers:
@@ -151,6 +152,18 @@ async def test_weights_that_arrive_as_they_are_pass(servers, make_sync):
     assert {(await fleet.generate([1], FIVE, session=s)).policy_version for s in "ab"} == {1}
     assert [m.state for m in fleet.members] == ["ready", "ready"]
     await fleet.close()
+
+
+async def test_a_group_is_formed_again_with_ranks_that_were_started_again(servers, tmp_path):
+    fleet, trainer = await fleet_of(*servers), Trainer(servers)
+    sync = WAYS["split"](fleet, tmp_path)
+    await sync.begin(trainer)
+    for version, restarts, groups in ((1, 0, 1), (2, 0, 1), (3, 1, 2), (4, 1, 2)):
+        trainer.restarts = restarts
+        await sync.sync(trainer, version)
+        assert trainer.groups == groups
+    await fleet.close()
+    sync.close()
 
 
 async def test_one_altered_tensor_is_refused(servers, make_sync):

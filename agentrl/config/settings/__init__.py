@@ -15,6 +15,7 @@ import tomli_w
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
+from agentrl.config.credentials import require_resolved, separate
 from agentrl.config.settings.base import STRICT
 from agentrl.config.settings.env import DataSettings, EnvSettings, GatewaySettings
 from agentrl.config.settings.evaluation import EvalSettings
@@ -22,6 +23,7 @@ from agentrl.config.settings.rollout import EngineSettings, RolloutSettings, Sch
 from agentrl.config.settings.run import ModelSettings, RunSettings
 from agentrl.config.settings.train import ESTIMATOR_NAMES, SftSettings, TrainSettings
 from agentrl.core.name_syntax import split_slice
+from agentrl.core.redaction import redact
 
 __all__ = [
     "ESTIMATOR_NAMES",
@@ -73,16 +75,26 @@ class Config:
     @property
     def label(self) -> str:
         """What the run is called in names and titles: its environment, else the name of its data file, else 'run'."""
-        return self.env.env or Path(split_slice(self.data.prompt_data or "run")[0]).name.partition(".")[0]
+        return redact(self.env.env or "") or Path(split_slice(self.data.prompt_data or "run")[0]).name.partition(".")[0]
 
-    def to_toml(self, defaults: Container[str] | None = None) -> str:
+    def to_toml(self, defaults: Container[str] | None = None, credentials: dict[str, Any] | None = None) -> str:
         """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default.
 
-        `defaults` names the settings that are written although they are at their defaults; None: all of them. Sections in which nothing is
-        written are left out then.
+        Args:
+            defaults: names of the settings that are written although they are at their defaults; None: all of them. Sections in which nothing
+                is written are left out then.
+            credentials: receives the credentials, in whose place the text has references; see `agentrl.config.credentials`.
         """
-        values = _plain(self, defaults)
+        values = separate(_plain(self, defaults), {} if credentials is None else credentials)
         return tomli_w.dumps(values if defaults is None else {k: v for k, v in values.items() if v or k in TABLES})
+
+    def require_credentials(self) -> None:
+        """Refuse references to credentials that are not there, as in a run folder that was received without them.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        require_resolved(_plain(self))
 
 
 SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config) if is_dataclass(f.default)}

@@ -36,6 +36,13 @@ class RunSettings:
     resumes from the one before."""
     keep_checkpoints: Annotated[int, Field(ge=0)] = 2
     """checkpoints to keep, newest first; 0: keep all"""
+    use_fault_tolerance: bool = False
+    """continue after a crash: start trainer ranks that die or hang again, and the run itself from its last checkpoint
+
+    New ranks load the last checkpoint and repeat the optimizer steps since, so the weights are those of a run without the failure. Not after a usage
+    error, a signal or a loss that is not finite, and at most 3 times without progress. Engines, runner processes and episodes are always replaced."""
+    trainer_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """seconds after which a trainer rank that has not answered counts as hung"""
     tensorboard: bool = True
     """write TensorBoard events into the run folder"""
     profile: Annotated[int | None, Field(ge=1)] = None

@@ -44,6 +44,8 @@ MODEL_FILES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 class MegatronTrainer:
     """Ranks on one machine behind the `Trainer` protocol (train/base.py)."""
 
+    restarts = 0
+
     def __init__(
         self,
         model: Path,
