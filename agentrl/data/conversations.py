@@ -11,6 +11,7 @@ from agentrl.data.message_form import normal_messages, normal_tools
 from agentrl.data.row_files import Row, read_rows
 from agentrl.errors import DataError, UsageError
 from agentrl.render import Renderer
+from agentrl.render.base import Pieces
 from agentrl.rollout.recorder import Recorder
 from agentrl.types import Action, Message, Provenance, StopReason, Task, Trajectory, Turn
 
@@ -143,6 +144,12 @@ def _side(value: Any, role: str) -> Sequence[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
+def _prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Pieces:
+    """The context before an assistant's turn, with every content and call in it. Reasoning of earlier turns may be left out, as in use."""
+    renderer.require_whole(messages, tools)
+    return renderer.prompt(messages, tools)
+
+
 def to_trajectory(
     index: int,
     messages: Sequence[Message],
@@ -160,7 +167,7 @@ def to_trajectory(
     recorder = Recorder()
     turns: list[Turn] = []
     first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    recorder.open(renderer.prompt(messages[:first], tools))
+    recorder.open(_prompt(renderer, messages[:first], tools))
     before: list[Message] = []
     said: tuple[int, ...] = ()
     for position, message in enumerate(messages[first:], first):
@@ -174,7 +181,7 @@ def to_trajectory(
             if delta is not None and delta.new_segment is None:
                 recorder.extend(delta.pieces, turn=number - 1)
             else:
-                recorder.open(renderer.prompt(messages[:position], tools), turn=number - 1)
+                recorder.open(_prompt(renderer, messages[:position], tools), turn=number - 1)
         written = renderer.write_turn(message, history=messages[:position], tools=tools)
         said = written.ids
         if recorder.length() + len(said) > max_tokens:

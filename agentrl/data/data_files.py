@@ -24,6 +24,7 @@ def load_tasks(
     tool_key: str = "tools",
     label_required: bool = False,
     check: Callable[[Task], None] | None = None,
+    places: list[str] | None = None,
 ) -> list[Task]:
     """Return the tasks of a name or `name@[a:b]` (rows a to b - 1; blank lines do not count).
 
@@ -35,6 +36,7 @@ def load_tasks(
         tool_key: The column of the task's tools. They become `metadata["tools"]`, in the normal form.
         label_required: The first row must have the label too.
         check: May refuse a task by raising a UsageError; file and line are added to its message.
+        places: File and line of each task are appended to it.
 
     Raises:
         DataError: the file is missing, a row is malformed or lacks a column, or a task is refused.
@@ -51,6 +53,8 @@ def load_tasks(
         except UsageError as e:
             raise DataError(f"{row.where}: {e}") from e
         tasks.append(task)
+        if places is not None:
+            places.append(row.where)
     if not tasks:
         raise DataError(f"{spec} holds no tasks; the file or the slice is empty")
     return tasks

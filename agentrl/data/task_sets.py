@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.config import Config
 from agentrl.core.registry import raised
 from agentrl.data.data_files import load_tasks
+from agentrl.data.prompt_check import PromptCheck
 from agentrl.env import Env, require_unique_tools, tasks_of
 from agentrl.errors import ContractError, DataError, UsageError
 from agentrl.render import Renderer
@@ -37,7 +38,10 @@ class TaskSets:
 
     def __init__(self, config: Config, env_class: type[Env], renderer: Renderer) -> None:
         self.config, self.env_class, self.renderer = config, env_class, renderer
+        self.prompts = PromptCheck(renderer, env_class)
+        """what the prompts must fit; the run sets its context length and the environment's tools"""
         self._known_roles: set[str] = set()
+        self._without_reasoning: set[str] = set()
         self.counts: list[str] = []
         """what was read from data files and what of it is used, for the log"""
 
@@ -50,8 +54,9 @@ class TaskSets:
         """
         data = self.config.data
         if data.prompt_data:
-            return self._counted("--prompt-data", data.prompt_data, self._file(data.prompt_data), data.data_limit)
-        return self._own("train", data.data_limit)
+            return self._from_file("--prompt-data", data.prompt_data, data.data_limit, leave_out=True)
+        tasks = self._own("train", data.data_limit)
+        return self._with_room(f"{self.env_class.label()}, split train", tasks, None, leave_out=True)
 
     def evaluation(self) -> dict[str, list[Task]]:
         """Return the evaluation sets by name: those of `--eval-prompt-data`, else the environment's split 'test' unless `--prompt-data` is set."""
@@ -62,7 +67,8 @@ class TaskSets:
         elif self.config.data.prompt_data:
             return {}
         else:
-            sets = {"test": self._own("test", settings.eval_limit)}
+            tasks = self._own("test", settings.eval_limit)
+            sets = {"test": self._with_room(f"{self.env_class.label()}, split test", tasks, None, leave_out=False)}
         return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
 
     def _check_task(self, task: Task) -> None:
@@ -76,6 +82,8 @@ class TaskSets:
             unknown = {m["role"] for m in task.messages} - {"user", "assistant", "tool", *self._known_roles}
             self.renderer.check(sorted(unknown))
             self._known_roles |= unknown
+            if self.prompts.require_whole(task):
+                self._without_reasoning.add(task.id)
 
     def _check_tools(self, task: Task) -> None:
         """Refuse a task with tools that the policy cannot see or call.
@@ -108,8 +116,35 @@ class TaskSets:
             name, keys = split_keys(named)
             if name in sets:
                 raise DataError(f"--eval-prompt-data: two sets with the name {name!r}")
-            sets[name] = self._counted(f"--eval-prompt-data {name}", path, self._file(path, **keys), limit)
+            sets[name] = self._from_file(f"--eval-prompt-data {name}", path, limit, leave_out=False, **keys)
         return sets
+
+    def _from_file(self, flag: str, spec: str, limit: int | None, *, leave_out: bool, **keys: str) -> list[Task]:
+        """The first `limit` tasks of a file, counted; without those whose prompts leave no room, if these are to be left out."""
+        places: list[str] = []
+        self._without_reasoning.clear()
+        tasks = self._file(spec, places, **keys)
+        used = self._counted(flag, spec, tasks, limit)
+        return self._with_room(f"{flag} {spec}", used, places, leave_out=leave_out)
+
+    def _with_room(self, source: str, tasks: list[Task], places: list[str] | None, *, leave_out: bool) -> list[Task]:
+        """The tasks whose prompts leave room in the context; the others are counted and named, and kept unless they are to be left out.
+
+        Raises:
+            DataError: no prompt leaves room.
+        """
+        sizes = [self.prompts.excess(task) for task in tasks]
+        long = [
+            (places[i] if places else f"task {tasks[i].id}", size) for i, size in enumerate(sizes) if size is not None
+        ]
+        if not long:
+            return tasks
+        leave_out = leave_out and self.prompts.exact
+        sentence = self.prompts.sentence(source, len(tasks), long, left_out=leave_out)
+        if leave_out and len(long) == len(tasks):
+            raise DataError(sentence)
+        self.counts.append(sentence)
+        return [task for task, size in zip(tasks, sizes, strict=True) if size is None] if leave_out else tasks
 
     def _counted(self, flag: str, spec: str, tasks: list[Task], limit: int | None) -> list[Task]:
         used = tasks[:limit]
@@ -122,11 +157,19 @@ class TaskSets:
             line += f"; {unlabelled} without a label"
         if with_tools:
             line += f"; {with_tools} with tools of their own, which the policy sees beside the environment's"
+        if count := sum(t.id in self._without_reasoning for t in used):
+            line += f"; {count} with reasoning of earlier turns, which the chat template leaves out of the prompt"
         self.counts.append(line)
         return used
 
     def _file(
-        self, spec: str, input_key: str = "", label_key: str = "", metadata_key: str = "", tool_key: str = ""
+        self,
+        spec: str,
+        places: list[str],
+        input_key: str = "",
+        label_key: str = "",
+        metadata_key: str = "",
+        tool_key: str = "",
     ) -> list[Task]:
         data = self.config.data
         return load_tasks(
@@ -137,6 +180,7 @@ class TaskSets:
             tool_key=tool_key or data.tool_key,
             label_required=bool(label_key or data.label_key),
             check=self._check_task,
+            places=places,
         )
 
     def _own(self, split: str, limit: int | None) -> list[Task]:

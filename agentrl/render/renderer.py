@@ -25,6 +25,7 @@ from agentrl.render.formats.text_values import decode_calls
 from agentrl.render.images import Images
 from agentrl.render.injection_guard import InjectionGuard
 from agentrl.render.message_shape import shape_of
+from agentrl.render.prompt_parts import LeftOut, left_out, may_leave_out
 from agentrl.render.template_probe import QUESTION, TemplateProbe
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.render.tool_prompt import FORMAT, with_tools
@@ -172,10 +173,35 @@ class Renderer:
                 self._prompts.put(key, pieces)
         return pieces
 
-    def _render_prompt(self, messages: Sequence[Message], schemas: list[Any]) -> Pieces:
+    def left_out(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> LeftOut:
+        """What the template leaves out of the prompt of these messages (arguments as in `prompt`).
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        if not may_leave_out(messages):
+            return LeftOut((), 0)
+        schemas = list(tools) if self.format.needs_tools and not self._writes_tools else []
+        return left_out(messages, lambda marked: self._prompt_text(marked, schemas)[0])
+
+    def require_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> LeftOut:
+        """Refuse messages of which the prompt would not show every content and call; returns what else is left out: reasoning.
+
+        Raises:
+            TemplateError: the template leaves some out, or refuses the conversation.
+        """
+        found = self.left_out(messages, tools)
+        if found.parts:
+            raise TemplateError(found.sentence(self._where))
+        return found
+
+    def _prompt_text(self, messages: Sequence[Message], schemas: list[Any]) -> tuple[str, int]:
+        """The prompt's text, escaped, and the base to encode it with."""
         escaped, schemas, base = self._guard.conversation(self._adapted(messages), schemas)
-        text = self._template.render(escaped, tools=schemas, generate=True)
-        ids = tuple(self.tokenizer.encode_escaped(text, base))
+        return self._template.render(escaped, tools=schemas, generate=True), base
+
+    def _render_prompt(self, messages: Sequence[Message], schemas: list[Any]) -> Pieces:
+        ids = tuple(self.tokenizer.encode_escaped(*self._prompt_text(messages, schemas)))
         return self._expand_images(((Provenance.PROMPT, ids),), messages, Provenance.PROMPT)
 
     def delta(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from agentrl.core.message_images import PlacedImage, image_parts, load_images
+from agentrl.core.message_images import PlacedImage, load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation
 from agentrl.env import Env, check_flag, check_reward, takes_group_seed
@@ -46,6 +46,7 @@ from agentrl.render.truncation import continue_context, is_long, open_segment
 from agentrl.reward import Scorer
 from agentrl.rollout.branching import BranchSpec, PlayBranch
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
+from agentrl.rollout.first_prompt import load_task_images, require_whole_prompt
 from agentrl.rollout.recorder import Recorder
 from agentrl.rollout.turn import TurnDraft
 from agentrl.tool import ToolSpec
@@ -261,6 +262,7 @@ class Episode:
         system = runner.env_class.system_prompt
         self.conversation = [*([{"role": "system", "content": system}] if system else []), *first]
         self.prompt_messages = len(self.conversation)
+        require_whole_prompt(runner.env_class, runner.renderer, self.conversation, self.tool_schemas())
         render = partial(runner.renderer.prompt, self.conversation, self.tool_schemas())
         pieces = await asyncio.to_thread(render) if is_long(self.conversation) else render()
         self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
@@ -518,11 +520,3 @@ async def complete_before_cancel(work: Coroutine[Any, Any, None]) -> None:
 def _set_ended(ended: asyncio.Future[None], _: object) -> None:
     if not ended.done():
         ended.set_result(None)
-
-
-async def load_task_images(spec: EpisodeSpec) -> EpisodeSpec:
-    """The spec with the images of its task's prompt as `Image` objects."""
-    prompt = spec.task.prompt
-    if isinstance(prompt, str) or next(image_parts(prompt), None) is None:
-        return spec
-    return replace(spec, task=replace(spec.task, prompt=tuple(await load_images(prompt))))
