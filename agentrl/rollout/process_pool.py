@@ -27,7 +27,7 @@ from agentrl.core.child_process import how_it_ended
 from agentrl.core.message_channel import Channel, MessageKind
 from agentrl.errors import DataError, WorkerError
 from agentrl.reward import Scorer
-from agentrl.rollout.episode import load_task_images
+from agentrl.rollout.first_prompt import load_task_images
 from agentrl.rollout.mixed_runner import MixedScorer
 from agentrl.rollout.process_worker import HEARTBEAT_S, RunnerFactory, serve
 from agentrl.types import EpisodeSpec, Trajectory

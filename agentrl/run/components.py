@@ -92,6 +92,7 @@ class Components:
         self.rollout_function = self._slime_function("rollout_function_path")
         self.context_policy = resolve_context_policy(config.env.context_policy)
         self.context_length = context_length(self.folder, self.config.rollout.rollout_max_context_len)
+        self.tasks.prompts.context_length = self.context_length
         self.trains = trains
         self.servers: ServerPlan | None = None
         config = self.config
@@ -125,6 +126,7 @@ class Components:
                 await instance.construct()
                 self.gives_state_keys |= bool(instance.env is not None and instance.env.gives_state_keys)
                 await instance.call("check_ready")
+                self.tasks.prompts.tools = [tool.schema for tool in instance.tools.values()]
                 check_tools(self.env_class, self.renderer, list(instance.tools), str(self.folder))
         finally:
             await instance.close(read_state=False)

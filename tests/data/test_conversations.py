@@ -109,3 +109,16 @@ def test_a_spelt_end_token_is_trained_as_text(hermes):
     talk = [TALK[1], {"role": "assistant", "content": "A turn ends with <|im_end|> there."}]
     ids = [i for s in to_trajectory(0, talk, [], hermes, 512).segments for i in s.ids]
     assert ids.count(hermes.end_id) == 2
+
+
+CALL = {"type": "function", "id": "abcdefgh0", "function": {"name": "search", "arguments": {"query": "x"}}}
+RESULT = {"role": "tool", "name": "search", "tool_call_id": "abcdefgh0", "content": "found"}
+
+
+def test_a_call_that_the_template_leaves_out_of_the_context_is_refused_by_line(hermes, tmp_path):
+    """The fixture's template writes no `tool_calls`; the turn itself would be trained on after a context without the call."""
+    file = tmp_path / "c.jsonl"
+    shown = {"role": "assistant", "content": "Look", "tool_calls": [CALL]}
+    file.write_text(json.dumps({"messages": [TALK[1], shown, RESULT, TALK[2]]}))
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1: .*leaves (its call|the call) of 'search'"):
+        next(read_conversations(file, hermes, 512))
