@@ -45,8 +45,8 @@ def sets(renderer, tmp_path, prompts, env=ToolEnv, length=256, **settings):
 
 
 def test_a_few_shot_call_that_the_template_leaves_out_is_refused_by_line(hermes, tmp_path):
-    made, file = sets(hermes, tmp_path, ["q", FEW_SHOT])
-    with pytest.raises(DataError, match="line 2: .*leaves the call of 'search' in message 1 out of the prompt"):
+    made, _ = sets(hermes, tmp_path, ["q", FEW_SHOT])
+    with pytest.raises(DataError, match=r"line 2: .*leaves the call of 'search' in message 1 out of the prompt"):
         made.training()
 
 
