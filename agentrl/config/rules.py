@@ -68,6 +68,8 @@ def _schedule_without_effect(schedule: ScheduleSettings) -> Iterator[tuple[str, 
         yield "update_weights_interval", "with --schedule sync; give --schedule async"
     if schedule.dynamic_sampling_filter_path is None and _changed(schedule, "max_resamples"):
         yield "max_resamples", "without --dynamic-sampling-filter-path"
+    if schedule.over_sampling_batch_size is None and _changed(schedule, "buffer_filter_path"):
+        yield "buffer_filter_path", "without --over-sampling-batch-size"
 
 
 _ONLY_WITH_ESTIMATOR = {
@@ -197,21 +199,25 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    if config.env.rollout_function_path and (
-        config.schedule.schedule != "sync" or config.schedule.dynamic_sampling_filter_path
-    ):
+    schedule, batch = config.schedule, config.rollout.rollout_batch_size
+    started = schedule.over_sampling_batch_size
+    given = [] if schedule.schedule == "sync" else [f"--schedule {schedule.schedule}"]
+    given += [_flag(n) for n in ("over_sampling_batch_size", "dynamic_sampling_filter_path") if getattr(schedule, n)]
+    if given and config.env.rollout_function_path:
+        raise ConfigError(f"--rollout-function-path plays whole rollouts itself; leave out {given[0]}")
+    if given and config.rollout.runner_processes > 1:
+        raise ConfigError(f"{given[0]} runs episodes in one process; leave out --runner-processes")
+    if started is not None and schedule.schedule != "sync":
         raise ConfigError(
-            "--rollout-function-path plays whole rollouts itself; leave out --schedule and --dynamic-sampling-filter-path"
+            f"--schedule {schedule.schedule} drops no group, so --over-sampling-batch-size has no use; leave it out, or give --schedule sync"
         )
-    sync = config.schedule.schedule == "sync"
-    given = "--dynamic-sampling-filter-path" if sync else f"--schedule {config.schedule.schedule}"
-    if config.rollout.runner_processes > 1 and (not sync or config.schedule.dynamic_sampling_filter_path):
-        raise ConfigError(f"{given} runs episodes in one process; leave out --runner-processes")
-    if sync:
-        return
-    if config.engine.colocate:
+    if started is not None and started <= batch:
         raise ConfigError(
-            f"{given} generates during training, so engines need memory of their own; leave out --colocate"
+            f"--over-sampling-batch-size {started} starts no more groups than --rollout-batch-size {batch} trains on; give a larger number"
+        )
+    if config.engine.colocate and schedule.schedule != "sync":
+        raise ConfigError(
+            f"{given[0]} generates during training, so engines need memory of their own; leave out --colocate"
         )
 
 

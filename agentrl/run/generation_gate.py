@@ -20,6 +20,8 @@ class GenerationGate:
     def __init__(self, engine: Generator, timeline: Timeline | None = None) -> None:
         self.engine = engine
         self.timeline = timeline or Timeline()
+        self.sampled_tokens = 0
+        """of all generations that have ended"""
         self._in_flight = 0
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -34,7 +36,10 @@ class GenerationGate:
         self._idle.clear()
         try:
             with self.timeline.span("engine", session):
-                return await self.engine.generate(ids, sampling, session=session, images=images)
+                generation = await self.engine.generate(ids, sampling, session=session, images=images)
+            if isinstance(generation, Generation):
+                self.sampled_tokens += len(generation.ids)
+            return generation
         finally:
             self._in_flight -= 1
             if not self._in_flight:

@@ -14,7 +14,7 @@ from agentrl.errors import RewardFailure, boundary
 from agentrl.rollout.failures import CauseTable, FailureMonitor
 from agentrl.rollout.rollout import Progress, Rollout, RolloutLimits
 from agentrl.run.collector import CollectedEpisodes, Collector, record_order
-from agentrl.schedule.pace import GroupFilter
+from agentrl.schedule.pace import BufferFilter, GroupFilter
 from agentrl.schedule.pipeline import Taken
 from agentrl.types import EpisodeSpec, Group, Trajectory
 
@@ -30,6 +30,19 @@ class PlayedGroup:
     refused: tuple[Trajectory, ...] = ()
     """attempts of the groups that the filter refused"""
     causes: CauseTable = field(default_factory=CauseTable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppedGroups:
+    """What became of the groups that a rollout did not wait for."""
+
+    groups: int
+    dropped: int
+    """groups whose tasks were not given back"""
+    unfinished: int
+    """episodes that were stopped"""
+    attempts: list[Trajectory]
+    """attempts of their episodes that had ended"""
 
 
 class GroupPlayer:
@@ -59,6 +72,8 @@ class GroupPlayer:
         """the group of every slot that was not trained on yet"""
         self.restart: Callable[[int], None] = lambda slot: None
         """called when a slot starts again with another group"""
+        self._stopped: list[Trajectory] = []
+        """attempts of groups that were stopped"""
         self._keep, self._max_resamples = keep, max_resamples
         self._monitor = FailureMonitor(CauseTable(), limits.max_failure_share, limits.concurrency)
 
@@ -73,7 +88,11 @@ class GroupPlayer:
         refused: list[Trajectory] = []
         for resamples_left in range(self._max_resamples, -1, -1):
             attempts: dict[str, Trajectory] = {}
-            group, table = await self.rollout.play_group(self.specs[slot], self._monitor, _noting(attempts))
+            try:
+                group, table = await self.rollout.play_group(self.specs[slot], self._monitor, _noting(attempts))
+            except asyncio.CancelledError:
+                self._stopped += [*refused, *sorted(attempts.values(), key=lambda t: (t.index, t.attempt))]
+                raise
             causes.merge(table)
             attempts |= {t.episode_id: t for t in (group.trajectories if group else ())}
             played = tuple(sorted(attempts.values(), key=record_order))
@@ -90,6 +109,30 @@ class GroupPlayer:
             return True
         with boundary(RewardFailure, "the group filter"):
             return bool(self._keep(group))
+
+    def give_back(
+        self, slots: Sequence[int], outcomes: Mapping[int, PlayedGroup], keep: BufferFilter | None
+    ) -> StoppedGroups:
+        """The groups of these slots were stopped: give their tasks back to the source, or those that `keep` returns.
+
+        Args:
+            slots: their slots, which get other groups when they start again.
+            outcomes: of those that had finished nevertheless.
+            keep: see `--buffer-filter-path`.
+        """
+        groups = [self.specs.pop(slot) for slot in slots]
+        kept: Sequence[Sequence[EpisodeSpec]] = groups
+        if keep is not None:
+            with boundary(RewardFailure, "the buffer filter"):
+                kept = list(keep(list(groups)))
+        self.source.add_samples(kept)
+        attempts, self._stopped = self._stopped, []
+        attempts += chain.from_iterable((*o.attempts, *o.refused) for o in outcomes.values())
+        finished = len({t.index for t in attempts})
+        episodes = sum(map(len, groups)) - finished
+        return StoppedGroups(
+            groups=len(groups), dropped=len(groups) - len(kept), unfinished=episodes, attempts=attempts
+        )
 
     async def collect(self, collector: Collector, step: int, taken: Sequence[Taken[PlayedGroup]]) -> CollectedEpisodes:
         """Record the groups of a rollout, in order of submission. The record of an episode holds its slot and its staleness.

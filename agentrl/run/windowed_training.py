@@ -19,13 +19,15 @@ from agentrl.config import Config
 from agentrl.data.mixed_source import MixedSource
 from agentrl.errors import ConfigError, InvariantError
 from agentrl.rollout.rollout import Rollout
+from agentrl.run.collector import CollectedEpisodes
 from agentrl.run.evaluation import evaluate
 from agentrl.run.generation_gate import GenerationGate
 from agentrl.run.group_buffer import FILE, read_buffer, write_buffer
-from agentrl.run.group_player import GroupPlayer, PlayedGroup, oldest_version
+from agentrl.run.group_player import GroupPlayer, PlayedGroup, StoppedGroups, oldest_version
 from agentrl.run.metrics import StageReport, rollout_metrics
+from agentrl.run.over_sampling import OverSampling
 from agentrl.run.timeline import Timeline
-from agentrl.schedule.pace import pace_of, resolve_filter
+from agentrl.schedule.pace import pace_of, resolve_buffer_filter, resolve_filter
 from agentrl.schedule.pipeline import Pipeline, Taken
 from agentrl.schedule.window import WindowedFifo
 from agentrl.types import Group
@@ -38,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 def uses_window(config: Config) -> bool:
     """Whether groups are played one by one, and not rollout by rollout."""
-    return config.schedule.schedule != "sync" or config.schedule.dynamic_sampling_filter_path is not None
+    schedule = config.schedule
+    return schedule.schedule != "sync" or bool(
+        schedule.dynamic_sampling_filter_path or schedule.over_sampling_batch_size
+    )
 
 
 def check_schedule(config: Config) -> None:
@@ -49,6 +54,7 @@ def check_schedule(config: Config) -> None:
     """
     pace = pace_of(config)
     resolve_filter(config.schedule.dynamic_sampling_filter_path)
+    resolve_buffer_filter(config.schedule.buffer_filter_path)
     if pace.max_staleness and not config.train.use_tis:
         logger.warning(
             "samples may be %d rollouts old, and the loss takes no account of it: give --use-tis, which weights tokens by the ratio of "
@@ -86,7 +92,11 @@ class WindowedTraining:
         self.gate = GenerationGate(run.engine, self.timeline)
         self.staleness: Counter[int] = Counter()
         """groups by staleness, in rollouts"""
-        self.fifo = WindowedFifo(self.pace, config.rollout.num_rollout * self.pace.batch, self._saved_window())
+        self.over_sampling = OverSampling()
+        slots = config.rollout.num_rollout * self.pace.batch
+        if self.pace.stops_rest:  # the last rollout has as many to choose from as the others
+            slots += self.pace.buffer - self.pace.batch
+        self.fifo = WindowedFifo(self.pace, slots, self._saved_window())
         self._trained_steps = 0
         """optimizer steps since the last weight update"""
         self._evaluation: asyncio.Task[None] | None = None
@@ -99,6 +109,7 @@ class WindowedTraining:
             window = {"admitted": done, "rollouts": step, "published": step, "taken": [], "oldest": done}
             return {**window, "finished": [], "started_at": []} if step else None
         self.staleness.update({int(n): count for n, count in saved["staleness"]})
+        vars(self.over_sampling).update(saved.get("over_sampling", {}))
         window = saved["window"]
         return dict(window)
 
@@ -128,7 +139,7 @@ class WindowedTraining:
                 await self._step(step, pipeline, player)
             await self._evaluated()
         self.timeline.write(run.folder.path / "timeline.json")
-        run.log.echo(self.histogram())
+        run.log.echo(self.over_sampling.line() if self.pace.stops_rest else self.histogram())
         run.log.echo(self.timeline.summary())
 
     async def _step(self, step: int, pipeline: Pipeline[PlayedGroup], player: GroupPlayer) -> None:
@@ -137,11 +148,13 @@ class WindowedTraining:
         started = time.perf_counter()
         with self.timeline.span("trainer waits for groups", f"rollout {step + 1}"):
             taken = await pipeline.take()
+        stopped = await self._stop_rest(pipeline, player) if self.pace.stops_rest else None
         episodes = await player.collect(run.collector, step, taken)
+        over_sampled = {} if stopped is None else await self._count(stopped, step, taken, episodes)
         if run.config.engine.colocate:  # the engine sleeps during training
             await self._evaluated()
         run.report.add_episodes(*episodes)
-        metrics = rollout_metrics(*episodes) | self._staleness(taken, episodes.groups)
+        metrics = rollout_metrics(*episodes) | self._staleness(taken, episodes.groups) | over_sampled
         rollout = StageReport(metrics, {"rollout_s": time.perf_counter() - started})
         with self.timeline.span("trainer", f"rollout {step + 1}"):
             training = await run.optimize(step, episodes.groups)
@@ -155,6 +168,25 @@ class WindowedTraining:
             await run.save(
                 step + 1, schedule=self._state(), files={FILE: write_buffer(player.specs, pipeline.outcomes)}
             )
+
+    async def _stop_rest(self, pipeline: Pipeline[PlayedGroup], player: GroupPlayer) -> StoppedGroups:
+        """Stop the groups that this rollout does not train on."""
+        outcomes = await pipeline.stop_rest()
+        finished = {slot: outcome for slot, outcome in outcomes.items() if outcome is not None}
+        return player.give_back(
+            list(outcomes), finished, resolve_buffer_filter(self.run.config.schedule.buffer_filter_path)
+        )
+
+    async def _count(
+        self, stopped: StoppedGroups, step: int, taken: list[Taken[PlayedGroup]], episodes: CollectedEpisodes
+    ) -> dict[str, float]:
+        """Record the attempts of groups that were stopped, and count them among the causes; returns their metrics."""
+        if stopped.unfinished:
+            episodes.causes.counts["(episode stopped)", "over-sampling"] += stopped.unfinished
+        sampled, self.gate.sampled_tokens = self.gate.sampled_tokens, 0
+        violations = await asyncio.to_thread(self.run.collector.record, stopped.attempts, step, "surplus")
+        metrics = self.over_sampling.add([t.outcome for t in taken], stopped, sampled)
+        return {**metrics, "schedule/stopped_exactness_violations": violations}
 
     async def _publish(self, pipeline: Pipeline[PlayedGroup]) -> StageReport:
         """Bring the weights to the engine; evaluations of the weights before it are finished first."""
@@ -197,6 +229,11 @@ class WindowedTraining:
     def description(self) -> str:
         """The schedule and its bound, in one line."""
         pace = self.pace
+        if pace.stops_rest:
+            return (
+                f"over-sampling: {pace.buffer} groups start for each rollout, and the first {pace.batch} that finish are trained on; the others are "
+                "stopped, which biases training towards short episodes"
+            )
         return (
             f"schedule {self.run.config.schedule.schedule}: {pace.buffer} groups started and not yet trained on, window of {pace.window}, weights "
             f"updated every {pace.interval} rollouts; no sample is older than {pace.max_staleness} rollouts ({pace.max_version_lag} versions)"
@@ -236,6 +273,7 @@ class WindowedTraining:
             "pace": str(self.pace),
             "window": self.fifo.state_dict(),
             "staleness": sorted(self.staleness.items()),
+            **({"over_sampling": vars(self.over_sampling)} if self.pace.stops_rest else {}),
         }
 
     def _saved_groups(self) -> tuple[dict[int, Any], dict[int, PlayedGroup]]:

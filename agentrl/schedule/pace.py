@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.config import Config
 from agentrl.core.registry import Registry
 from agentrl.errors import ConfigError, ContractError
 from agentrl.schedule.window import Pace
-from agentrl.types import Group
+from agentrl.types import EpisodeSpec, Group
 
 DEFAULT_WINDOW = 0.3
 """share of the buffer among which training may choose, as in torchtitan's windowed FIFO"""
@@ -17,6 +17,8 @@ EQUAL = 1e-6
 """scores that differ by less are equal"""
 GroupFilter = Callable[[Group], bool]
 """whether to train on a group"""
+BufferFilter = Callable[[list[Sequence[EpisodeSpec]]], Sequence[Sequence[EpisodeSpec]]]
+"""which of the groups that were stopped are played again, in order"""
 
 
 def pace_of(config: Config) -> Pace:
@@ -28,7 +30,8 @@ def pace_of(config: Config) -> Pace:
     schedule, batch = config.schedule, config.rollout.rollout_batch_size
     interval = schedule.update_weights_interval
     if schedule.schedule == "sync":
-        pace = Pace(batch=batch, buffer=batch)
+        started = schedule.over_sampling_batch_size or batch
+        pace = Pace(batch=batch, buffer=started, stops_rest=started > batch)
     elif schedule.schedule == "one_step_off":
         pace = Pace(batch=batch, buffer=(interval + 1) * batch, interval=interval, whole_rollouts=True)
     else:
@@ -52,6 +55,8 @@ def nonzero_std(group: Group) -> bool:
 
 FILTERS = Registry("group filter", {"nonzero_std": "agentrl.schedule.pace:nonzero_std"})
 """group filters by name"""
+BUFFER_FILTERS = Registry("buffer filter", {})
+"""buffer filters by name"""
 
 
 def resolve_filter(name: str | None) -> GroupFilter | None:
@@ -60,12 +65,21 @@ def resolve_filter(name: str | None) -> GroupFilter | None:
     Raises:
         UnknownNameError, ConfigError, ContractError: unknown, not importable, or not a function.
     """
-    if name is None:
-        return None
-    function: Any = FILTERS.resolve(name)
+    return None if name is None else _function(FILTERS, "--dynamic-sampling-filter-path", name, "a Group")
+
+
+def resolve_buffer_filter(name: str | None) -> BufferFilter | None:
+    """The function behind `--buffer-filter-path`; None: all stopped groups are given back.
+
+    Raises:
+        UnknownNameError, ConfigError, ContractError: unknown, not importable, or not a function.
+    """
+    return None if name is None else _function(BUFFER_FILTERS, "--buffer-filter-path", name, "a list of groups")
+
+
+def _function(registry: Registry, flag: str, name: str, takes: str) -> Callable[..., Any]:
+    function: Any = registry.resolve(name)
     if not callable(function):
-        raise ContractError(
-            f"--dynamic-sampling-filter-path {name}: expected a function of a Group, found {function!r:.80}"
-        )
-    keep: GroupFilter = function
-    return keep
+        raise ContractError(f"{flag} {name}: expected a function of {takes}, found {function!r:.80}")
+    chosen: Callable[..., Any] = function
+    return chosen

@@ -54,6 +54,8 @@ class Pipeline(Generic[T]):
         """results of slots that have finished and were not taken"""
         self._play = play
         self._tasks: dict[int, asyncio.Task[T]] = {}
+        self._stopped: list[int] = []
+        """slots that start again after the next weight update"""
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -84,6 +86,19 @@ class Pipeline(Generic[T]):
         self._admit()
         return taken
 
+    async def stop_rest(self) -> dict[int, T | None]:
+        """Stop the slots that have started and were not taken; they start again after the next weight update.
+
+        Returns:
+            The outcomes of all these slots; None: it had not finished.
+        """
+        self._stopped = self.fifo.stop_rest()
+        tasks = [task for slot in self._stopped if (task := self._tasks.pop(slot, None)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return {slot: self.outcomes.pop(slot, None) for slot in self._stopped}
+
     @asynccontextmanager
     async def publishing(self) -> AsyncIterator[None]:
         """The block brings the weights to the engines. Afterwards more slots start. With whole rollouts it waits until none is in flight."""
@@ -91,6 +106,10 @@ class Pipeline(Generic[T]):
             await self._until(lambda: not self.fifo.in_flight)
         yield
         self.fifo.publish()
+        stopped, self._stopped = self._stopped, []
+        for slot in stopped:
+            self.fifo.restart(slot)
+            self._start(slot)
         self._admit()
 
     async def _until(self, condition: Callable[[], bool]) -> None:

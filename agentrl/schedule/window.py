@@ -54,6 +54,8 @@ class Pace:
     """rollouts between weight updates (k)"""
     whole_rollouts: bool = False
     """start the groups of a rollout together, when training on the one before begins, and update weights while none is in flight"""
+    stops_rest: bool = False
+    """when a rollout is taken, stop the slots that have started and are not in it; they start again after the weight update"""
 
     def __post_init__(self) -> None:
         if min(self.batch, self.buffer, self.window, self.interval) < 1:
@@ -72,6 +74,8 @@ class Pace:
     @property
     def max_staleness(self) -> int:
         """The largest staleness of a sample, in rollouts: those trained on between the weights of its oldest token and its own."""
+        if self.stops_rest:
+            return 0
         return (self.buffer + self.window - 2) // self.batch
 
     @property
@@ -195,6 +199,11 @@ class WindowedFifo:
             raise InvariantError(f"a sample is {stalest} rollouts old, above the bound of {self.pace.max_staleness}")
         return taken
 
+    def stop_rest(self) -> list[int]:
+        """The slots that have started and were not taken, which must be restarted after the weight update; those that have finished too."""
+        self._finished.clear()
+        return self.waiting
+
     def publish(self) -> None:
         """The engines have the weights of all rollouts that were taken."""
         self.published = self.rollouts
@@ -208,7 +217,10 @@ class WindowedFifo:
         """The first finished slots in order of submission that the window allows, as many as a rollout needs; None: too few."""
         slots: list[int] = []
         slot = oldest = self._oldest
-        while len(slots) < self.pace.batch and slot < min(oldest + self.pace.window, self.admitted):
+        window = (
+            self.admitted if self.pace.stops_rest else self.pace.window
+        )  # then no slot waits for a slow one before it
+        while len(slots) < self.pace.batch and slot < min(oldest + window, self.admitted):
             if slot in self._finished:
                 slots.append(slot)
             if slot == oldest and (slot in self._finished or slot in self._taken):

@@ -22,6 +22,10 @@ class Reversed(DataSource):
         return super().get_samples(num_groups)[::-1]
 
 
+def nothing(groups):
+    return []
+
+
 def odd_groups(group):
     return group.index % 2 == 1
 

@@ -426,6 +426,13 @@ def trained_groups(s):
     return {int(r.source[0].partition("-")[0]) // 2 for r in s.rows}
 
 
+def is_played_again(s):
+    """Whether the task of the first group, which is stopped, is that of the first group of the second rollout."""
+    first = {index_of(r): r.ids for r in s.asked() if r.turn == 0}
+    return first[6] == first[0]
+
+
+OVER_SAMPLED = {"over_sampling_batch_size": 3}
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
 DR = {"advantage_estimator": "dr_grpo"}
 EVALUATED = {"eval_interval": 20}
@@ -590,6 +597,8 @@ CASES = [
     Case("partial_rollout", False, engine("keep_interrupted"), False, ASYNC),
     Case("dynamic_sampling_filter_path", "ENV:odd_groups", trained_groups, {1, 3}, {"num_rollout": 1}),
     Case("max_resamples", 1, trained_groups, {1}, {"num_rollout": 1, "dynamic_sampling_filter_path": "ENV:odd_groups"}),
+    Case("over_sampling_batch_size", 3, trained_groups, {1, 2}, {"num_rollout": 1}, first_group_is_slow),
+    Case("buffer_filter_path", "ENV:nothing", is_played_again, False, OVER_SAMPLED, first_group_is_slow),
     # sft
     Case("sft_epochs", 2, lambda s: len(s.trainer.steps), 2, job="sft"),
     Case("sft_batch_size", 2, lambda s: [len(rows) for rows, _, _ in s.trainer.steps], [2, 2, 2], job="sft"),

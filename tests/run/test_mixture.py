@@ -129,6 +129,22 @@ class TestSettings:
             env_shares(build_config(settings))
 
 
+def test_tasks_that_are_given_back_keep_the_shares_and_get_new_numbers():
+    source = sources()
+    first = source.get_samples(10)
+    source.add_samples(first[7:])
+    resumed = sources()
+    resumed.load_state_dict(source.state_dict())
+    second = source.get_samples(13)
+    assert Counter(g[0].env for g in first[:7] + second) == {"a": 14, "b": 6}
+    returned = [next(g for g in second if g[0].env == env)[0].task.id for env in ("a", "b")]
+    assert returned == [next(g for g in first[7:] if g[0].env == env)[0].task.id for env in ("a", "b")]
+    everything = first + second
+    assert [g[0].group_index for g in everything] == list(range(23))
+    assert len({spec.index for g in everything for spec in g}) == sum(map(len, everything))
+    assert [g[0].task.id for g in resumed.get_samples(13)] == [g[0].task.id for g in second]
+
+
 @pytest.fixture
 def mixed(model, says, tmp_path):
     """The words of a command that plays two environments."""

@@ -102,6 +102,48 @@ def test_whole_rollouts_update_weights_while_nothing_is_in_flight():
     run_virtual(check())
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_a_rollout_that_stops_the_rest_takes_the_first_to_finish_of_those_that_started_with_its_weights(
+    batch, more, seed
+):
+    pace = Pace(batch=batch, buffer=batch + more, window=batch + more, stops_rest=True)
+    chance, started, stopped = random.Random(seed), [], []
+    longest = 100.0
+
+    async def play(slot: int) -> float:
+        seconds = longest if slot == 0 else chance.uniform(0.0, 10.0)
+        started.append(seconds)
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            stopped.append(slot)
+            raise
+        return seconds
+
+    async def check() -> None:
+        slots = []
+        async with Pipeline(WindowedFifo(pace, 5 * batch + more), play) as pipeline:
+            for _ in range(5):
+                taken = await pipeline.take()
+                assert sorted(t.outcome for t in taken) == sorted(started)[:batch]
+                assert {t.staleness for t in taken} == {0}
+                slots += [t.slot for t in taken]
+                rest = await pipeline.stop_rest()
+                assert sorted(rest) == sorted(stopped)
+                assert len(rest) == more
+                await asyncio.sleep(TRAIN_S)
+                started.clear()
+                stopped.clear()
+                async with pipeline.publishing():
+                    assert not started, "nothing runs during training"
+                await asyncio.sleep(0)
+        assert len(set(slots)) == 5 * batch
+        assert 0 not in slots
+
+    run_virtual(check())
+    assert pace.max_staleness == 0
+
+
 def test_a_failure_of_a_slot_is_raised_and_the_others_are_cancelled():
     cancelled = []
 

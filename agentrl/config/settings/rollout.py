@@ -116,6 +116,15 @@ class ScheduleSettings:
     `nonzero_std` keeps groups whose scores differ; `module:function` and `file.py:function` take a Group."""
     max_resamples: Annotated[int, Field(ge=1)] = 4
     """tasks that are played in place of a group that the filter refused; then the rollout has a group less"""
+    over_sampling_batch_size: Annotated[int | None, Field(ge=1)] = None
+    """start N groups for each rollout, train on the first to finish, and stop the rest (default: --rollout-batch-size)
+
+    Only with --schedule sync. The tasks of stopped groups are given back and played again. Groups that take long are trained on less often: the run
+    prints by how much at least the episodes are shorter. --schedule async waits for none and drops none."""
+    buffer_filter_path: Annotated[str | None, "NAME"] = None
+    """function of the list of groups that --over-sampling-batch-size stopped, which returns those to play again (default: all)
+
+    `module:function` or `file.py:function`; a group is a list of EpisodeSpec."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
