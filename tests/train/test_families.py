@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
 from models import by_file_name, hf_log_probs, hf_loss, hf_model, make_model, make_rows
-from reused_ranks import reused_ranks
 from safetensors.torch import save_file
 from test_megatron import EVERYTHING, PP2, TP2, read, start
 
@@ -19,6 +18,7 @@ from agentrl.train.batch_plan import trainer_plan
 from agentrl.train.megatron.megatron_settings import check_trainer, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
 
+ranks = pytest.mark.usefixtures("reused_ranks")
 SP = {"sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
 LLAMA3 = {
@@ -86,20 +86,20 @@ def check(model, folder, settings, world):
         return {name: value for stage in checksums for name, value in stage.items()}
 
 
+@ranks
 @pytest.mark.slow
 def test_every_family_equals_transformers_and_is_exported_bit_exact(tmp_path):
-    with reused_ranks(1, tmp_path / "ranks"):
-        for family in MODELS:
-            folder = tmp_path / family
-            check(make(folder / family, family), folder, {}, 1)
+    for family in MODELS:
+        folder = tmp_path / family
+        check(make(folder / family, family), folder, {}, 1)
 
 
 @pytest.mark.full
+@ranks
 @pytest.mark.slow
 def test_variants_of_the_families_equal_transformers(tmp_path):
-    with reused_ranks(1, tmp_path / "ranks"):
-        for name, (family, options) in MORE.items():
-            check(make(tmp_path / name / family, family, **options), tmp_path / name, {}, 1)
+    for name, (family, options) in MORE.items():
+        check(make(tmp_path / name / family, family, **options), tmp_path / name, {}, 1)
 
 
 LAYOUTS = [
@@ -117,13 +117,13 @@ LAYOUTS = [
 ]
 
 
+@ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "settings", "world"), LAYOUTS)
 def test_a_layout_equals_transformers_and_one_rank(tmp_path, family, settings, world):
     """The same log-probs and gradients, and the same bytes to export and to deliver."""
     model = make(tmp_path / family, family, **({"layers": 4} if family == "glm4_moe" else {}))
-    with reused_ranks(world, tmp_path / "ranks"):
-        check(model, tmp_path, settings, world)
+    check(model, tmp_path, settings, world)
 
 
 def config_of(folder, **changes):
@@ -238,18 +238,18 @@ def balance_loss(hf, rows):
     return total
 
 
+@ranks
 @pytest.mark.slow
 def test_the_load_balancing_loss_has_its_gradient_and_counts_shared_tokens_once(tmp_path):
     """One micro-batch of one tree with padding; a rank without rows adds nothing."""
     model = make(tmp_path / "model", "qwen3_moe")
     rows = [replace(r, old_log_probs=None, ref_log_probs=None) for r in make_rows(model, 4, shared=0.9)]
     settings, hf = {"moe_aux_loss_coeff": 0.5, **EP2}, hf_model(model)
-    with reused_ranks(2, tmp_path / "ranks"):
-        with start(model, tmp_path, megatron=settings, world_size=2) as trainer:
-            parts = trainer_plan(trainer, rows)
-            trainer.gradients(rows, LossConfig(kind="sft"), tmp_path / "with")
-        with start(model, tmp_path, megatron=EP2, world_size=2) as trainer:
-            trainer.gradients(rows, LossConfig(kind="sft"), tmp_path / "without")
+    with start(model, tmp_path, megatron=settings, world_size=2) as trainer:
+        parts = trainer_plan(trainer, rows)
+        trainer.gradients(rows, LossConfig(kind="sft"), tmp_path / "with")
+    with start(model, tmp_path, megatron=EP2, world_size=2) as trainer:
+        trainer.gradients(rows, LossConfig(kind="sft"), tmp_path / "without")
     micro_batches = [[rows[i] for i in part] for rank in parts for part in rank]
     total = torch.zeros(())
     for part in micro_batches:
@@ -292,6 +292,7 @@ def test_the_bias_of_a_router_stays_in_fp32():
     assert router.local_tokens_per_expert[0] == 257
 
 
+@ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings", "world"),
@@ -304,10 +305,7 @@ def test_the_bias_of_a_router_stays_in_fp32():
 def test_a_checkpoint_of_experts_continues_bit_exactly_and_opens_on_one_rank(tmp_path, family, settings, world):
     model = make(tmp_path / "model", family, layers=2)
     rows = make_rows(model, 6)
-    with (
-        reused_ranks(world, tmp_path / "ranks"),
-        start(model, tmp_path, megatron=settings, world_size=world) as trainer,
-    ):
+    with start(model, tmp_path, megatron=settings, world_size=world) as trainer:
         trainer.step(rows, LossConfig(), 1e-2)
         trainer.save(tmp_path / "checkpoint")
         saved = trainer.export_weights(tmp_path / "saved").fingerprint
@@ -317,7 +315,7 @@ def test_a_checkpoint_of_experts_continues_bit_exactly_and_opens_on_one_rank(tmp
         trainer.load(tmp_path / "checkpoint")
         trainer.step(rows, LossConfig(), 1e-2)
         assert trainer.export_weights(tmp_path / "again").fingerprint == after
-    with reused_ranks(1, tmp_path / "one"), start(model, tmp_path) as alone:
+    with start(model, tmp_path) as alone:
         alone.load(tmp_path / "checkpoint")
         assert alone.export_weights(tmp_path / "opened").fingerprint == saved
         alone.step(rows, LossConfig(), 1e-2)
