@@ -73,8 +73,8 @@ train: setup ## train the example on this machine; ARGS='--num-rollout 5' overri
 test: setup ## run the quick tests; ARGS='-k pool' selects some
 	@$(BIN)/python -m pytest -m "not full" $(ARGS)
 
-test-full: setup ## run all tests
-	@$(BIN)/python -m pytest --durations 20 $(ARGS)
+test-full: setup ## run all tests, with more random examples
+	@AGENTRL_EXAMPLES=$${AGENTRL_EXAMPLES:-10} $(BIN)/python -m pytest --durations 20 $(ARGS)
 
 lint: setup ## run ruff and import-linter
 	@$(BIN)/ruff check .

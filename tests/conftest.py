@@ -21,8 +21,11 @@ from agentrl.render import Renderer, Tokenizer, make_renderer
 sys.path.insert(0, str(Path(__file__).parent))  # for `doubles` and the like
 
 import processes
+from hypothesis_examples import MORE
 
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "default", max_examples=50 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 

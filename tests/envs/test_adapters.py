@@ -219,6 +219,7 @@ class TestOpenEnv:
         def kill(request):
             if request.turn == 1:
                 process.kill()
+                process.wait()
             return "hello"
 
         runner = make_runner(make_env_class(f"openenv:{address}"), kill, hermes)

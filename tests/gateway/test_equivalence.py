@@ -19,8 +19,9 @@ from gateway_agents import (
     system,
     user,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from agentrl.gateway.driver import GatewayDriver
 from agentrl.replay.fork import fork
@@ -118,7 +119,7 @@ async def random_client(client: Client, r: Random) -> None:
         await asyncio.gather(*(one(r.randrange(1 << 30)) for _ in range(r.choice([1, 1, 2, 4]))))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=st.integers(0, 1 << 30))
 def test_random_request_graphs_keep_the_laws(hermes, seed):
     asyncio.run(

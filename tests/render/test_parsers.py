@@ -6,6 +6,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from utterances import WRITERS, format_of, utterances
 
 from agentrl.render import FORMATS
@@ -71,13 +72,13 @@ finishes = st.sampled_from((FinishReason.STOP, FinishReason.LENGTH))
 limits = st.integers(0, 4)
 
 
-@settings(max_examples=1_000)
+@examples(200)
 @given(st.sampled_from(NAMES), soup, finishes, limits)
 def test_any_text_gives_an_action_whatever_the_limit(name, text, finish, limit):
     check_any(name, text, finish, limit)
 
 
-@settings(max_examples=1_000)
+@examples(200)
 @given(st.composite(mutated)(), finishes, limits)
 def test_any_mutation_gives_an_action_whatever_the_limit(mutation, finish, limit):
     check_any(*mutation, finish, limit)

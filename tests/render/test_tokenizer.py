@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from template_models import tokenizer, vocabulary
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
@@ -24,7 +25,7 @@ CACHE = WordCache.build(vocabulary(6000))
 CONTENT = ContentEncoder(vocabulary(6000))
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(content, content)
 def test_only_the_templates_added_tokens_are_atomic(a, b):
     (sa, sb), base = ours.escape_all([a, b])
@@ -35,7 +36,7 @@ def test_only_the_templates_added_tokens_are_atomic(a, b):
     assert ids == [control[0], *clean(a), control[1], *clean(b), control[2], *clean("\n")]
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(content)
 def test_without_added_tokens_in_it_the_ids_are_the_tokenizers_own(text):
     if not ours.pattern.search(text):
@@ -47,13 +48,13 @@ def test_without_added_tokens_in_it_the_ids_are_the_tokenizers_own(text):
         )
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(content)
 def test_template_text_is_encoded_as_the_tokenizer_does(text):
     assert ours.encode(text) == ours.backend.encode(text, add_special_tokens=False).ids
 
 
-@settings(max_examples=500)
+@examples(200)
 @given(st.text())
 def test_the_cache_and_its_fallback_give_the_same_ids(text):
     text = text.replace("\ud800", "\ufffd")
@@ -125,7 +126,7 @@ def test_tokenizers_of_another_structure_have_no_cache(change):
     assert ContentEncoder(backend).encode("a b") == backend.encode("a b", add_special_tokens=False).ids
 
 
-@settings(max_examples=500)
+@examples(200)
 @given(content)
 def test_decoding_gives_the_text_that_was_encoded(text):
     """Added tokens included, whether they were encoded as such or as plain text."""

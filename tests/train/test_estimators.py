@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from bigram import Bigram, gradient, log_probs, loss_of, made_batches, rollouts, tree  # noqa: E402
 from doubles import PROMPT, SAMPLED, group_of, span, trajectory  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from hypothesis_examples import examples  # noqa: E402
 
 from agentrl.config.settings import ESTIMATOR_NAMES  # noqa: E402
 from agentrl.errors import ConfigError, ContractError, UnknownNameError  # noqa: E402
@@ -168,7 +169,7 @@ def compared(groups, model, truncated="train"):
 
 @pytest.mark.parametrize("name", PAPERS)
 @given(rollouts(), st.sampled_from(["train", "mask"]))
-@settings(max_examples=15)
+@examples(15)
 def test_advantages_are_those_of_the_paper(name, drawn, truncated):
     groups, model = drawn
     made = compared(groups, model, truncated)
@@ -215,7 +216,7 @@ def objective(name, episodes, advantages, model, per_token):
 
 @pytest.mark.parametrize("name", PAPERS)
 @given(rollouts(truncated=False, groups=2), st.booleans(), st.integers(1, 4))
-@settings(max_examples=4)
+@examples(4)
 def test_the_gradient_is_that_of_the_papers_objective_for_any_split_into_micro_batches(name, drawn, per_token, splits):
     groups, model = drawn
     per_token = per_token and name != "gspo"
@@ -241,7 +242,7 @@ def test_the_gradient_is_that_of_the_papers_objective_for_any_split_into_micro_b
 
 
 @given(rollouts(truncated=False))
-@settings(max_examples=5)
+@examples(5)
 def test_the_critics_targets_are_advantage_and_value_and_its_rows_are_all_rows(drawn):
     groups, model = drawn
     made = made_batches(groups, model, {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8})
@@ -266,7 +267,7 @@ def test_the_critics_targets_are_advantage_and_value_and_its_rows_are_all_rows(d
 
 @pytest.mark.parametrize("name", PAPERS)
 @given(rollouts(), st.randoms())
-@settings(max_examples=5)
+@examples(5)
 def test_the_order_of_groups_and_of_their_members_changes_nothing(name, drawn, random):
     groups, model = drawn
 
@@ -287,7 +288,7 @@ def test_the_order_of_groups_and_of_their_members_changes_nothing(name, drawn, r
     "name", ["grpo", "gspo", "cispo", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 )
 @given(rollouts(truncated=False), st.floats(0.5, 100))
-@settings(max_examples=5)
+@examples(5)
 def test_what_is_normalised_does_not_change_with_the_scale_of_rewards(name, drawn, scale):
     groups, _ = drawn
 
@@ -302,7 +303,7 @@ def test_what_is_normalised_does_not_change_with_the_scale_of_rewards(name, draw
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo"])
 @given(rollouts(truncated=False), st.floats(0.5, 100))
-@settings(max_examples=5)
+@examples(5)
 def test_what_is_not_normalised_scales_with_rewards(name, drawn, scale):
     groups, _ = drawn
     data = compare(groups).data
@@ -325,7 +326,7 @@ def test_equal_scores_have_advantage_0_also_where_they_are_whitened(name):
 
 @pytest.mark.parametrize("name", PAPERS)
 @given(rollouts(truncated=False))
-@settings(max_examples=5)
+@examples(5)
 def test_masked_tokens_have_no_gradient_and_the_ratio_is_1_at_the_first_step(name, drawn):
     groups, model = drawn
     wanted = {"advantage_estimator": name, "entropy_coef": 0.1}
@@ -368,7 +369,7 @@ def test_dr_grpo_weighs_the_tokens_of_a_long_and_a_short_answer_equally():
 
 
 @given(rollouts(truncated=False))
-@settings(max_examples=5)
+@examples(5)
 def test_normalised_advantages_have_mean_0_and_variance_1_over_the_tokens(drawn):
     groups, model = drawn
     wanted = {"advantage_estimator": "dr_grpo", "normalize_advantages": True, "entropy_coef": 0.1}

@@ -5,8 +5,9 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from agentrl.train.attention_blocks import attention_calls
 from agentrl.train.megatron.attention_kernels import CpuFlash, CudaFlash, Dense, LongSequences, kernel_for
@@ -57,7 +58,7 @@ def gradients(loss, inputs):
 
 
 @given(ROWS, st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from(list(KERNELS)))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_a_tree_equals_its_rows(rows, share, size, kernel):
     """Outputs and gradients, relative error at most 1e-10, also where context-parallel ranks have parts of the layout."""
     tree = token_tree(rows, share=share)
