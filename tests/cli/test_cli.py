@@ -14,6 +14,13 @@ from agentrl.run.components import Components
 EXAMPLE = ("--env", "search_r1")
 
 
+@pytest.fixture
+def talk(here):
+    """Supervised data: talk.jsonl in the current folder."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (here / "talk.jsonl").write_text(json.dumps({"messages": messages}))
+
+
 def refused(capsys, *words):
     """Run a command that is refused; return its sentence."""
     assert main([*words]) == 2
@@ -22,49 +29,54 @@ def refused(capsys, *words):
     return captured.err
 
 
-def test_missing_data_file(here, model, capsys):
-    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "nowhere.jsonl")
-    assert "no data file nowhere.jsonl" in err
+GOOD_ROW = '{"question": "q", "golden_answers": ["a"]}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "messages"),
+    [
+        (None, ["no data file d.jsonl"]),
+        (GOOD_ROW + '{"question": \n', ["d.jsonl, line 2: not JSON"]),
+        (GOOD_ROW + '{"question": "q", "golden_answers": 5}\n', ["d.jsonl, line 2", "label must be", "5"]),
+        ('{"questions": "q", "golden_answers": ["a"]}\n', ["no column 'question'", "did you mean 'questions'"]),
+    ],
+    ids=["no file", "not JSON", "a label of the wrong type", "no column"],
+)
+def test_a_data_file_that_cannot_be_used(here, model, capsys, rows, messages):
+    if rows is not None:
+        (here / "d.jsonl").write_text(rows)
+    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl")
+    assert all(message in err for message in messages), err
     assert not (here / "runs").exists()
 
 
-def test_malformed_row_names_its_line(here, model, capsys):
-    (here / "d.jsonl").write_text('{"question": "q", "golden_answers": ["a"]}\n{"question": \n')
-    assert "d.jsonl, line 2: not JSON" in refused(
-        capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl"
-    )
-
-
-def test_label_of_the_wrong_type(here, model, capsys):
-    (here / "d.jsonl").write_text(
-        '{"question": "q", "golden_answers": ["a"]}\n{"question": "q", "golden_answers": 5}\n'
-    )
-    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl")
-    assert "d.jsonl, line 2" in err
-    assert "label must be" in err
-    assert "5" in err
-
-
-def test_missing_column_suggests(here, model, capsys):
-    (here / "d.jsonl").write_text('{"questions": "q", "golden_answers": ["a"]}\n')
-    err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--prompt-data", "d.jsonl")
-    assert "no column 'question'" in err
-    assert "did you mean 'questions'" in err
-
-
-def test_unknown_flag_suggests(here, capsys):
-    assert "unknown flag --rollout-batchsize; did you mean 'rollout-batch-size'" in refused(
-        capsys, "train", "--rollout-batchsize", "3"
-    )
-
-
-def test_unknown_flag_of_check_suggests(here, capsys):
-    err = refused(capsys, "check", "--env", "search_r1", "--episode=3")
-    assert err == "agentrl check: unknown flag --episode=3; did you mean 'episodes'?\n"
-
-
-def test_check_needs_an_episode(here, capsys):
-    assert "--episodes must be at least 1, found 0" in refused(capsys, "check", "--env", "search_r1", "--episodes", "0")
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("train --rollout-batchsize 3", ["unknown flag --rollout-batchsize; did you mean 'rollout-batch-size'"]),
+        ("check --env search_r1 --episode=3", ["unknown flag --episode=3; did you mean 'episodes'?"]),
+        ("check --env search_r1 --episodes 0", ["--episodes must be at least 1, found 0"]),
+        ("replay --keep-whole-outputs nowhere", ["no episodes at nowhere"]),
+        ("check --env search_r1 --colocate", ["unknown flag --colocate"]),
+        ("train --num-rollout", ["agentrl train: --num-rollout takes one value, found none"]),
+        ("train --num-rollout many", ["--num-rollout", "'many'"]),
+        ("trian --env search_r1", ["agentrl: unknown command 'trian'; did you mean 'train'?"]),
+        ("train --env search_r2", ["unknown env 'search_r2'; did you mean 'search_r1'"]),
+        ("train --env search_r1 --model nowhere", ["no such folder"]),
+        ("train --rollout-top-p 0.9", ["--allow-truncated-sampling"]),
+        (
+            "train --rollout-batch-size 3 --n-samples-per-prompt 8 --global-batch-size 16",
+            ["3 × 8 = 24", "16 × 1 = 16"],
+        ),
+        # it takes a Python function, which a flag cannot give; tests and `agentrl check` use it
+        ("rollout --engine scripted", ["--engine must be one of local, sglang, found 'scripted'"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_words_that_cannot_be_used(here, capsys, words, messages):
+    err = refused(capsys, *words.split())
+    assert all(message in err for message in messages), err
+    assert not (here / "runs").exists()
 
 
 def test_check_gives_advice_about_two_tools_of_one_name(here, capsys):
@@ -84,24 +96,6 @@ def test_check_gives_advice_about_two_tools_of_one_name(here, capsys):
     assert "give each tool a unique name" in out
 
 
-def test_a_bare_switch_before_positional_arguments(here, capsys):
-    assert "no episodes at nowhere" in refused(capsys, "replay", "--keep-whole-outputs", "nowhere")
-    assert "unknown flag --colocate" in refused(capsys, "check", "--env", "search_r1", "--colocate")
-
-
-def test_a_flag_without_its_value(here, capsys):
-    assert "agentrl train: --num-rollout takes one value, found none" in refused(capsys, "train", "--num-rollout")
-
-
-def test_unknown_command_suggests(capsys):
-    err = refused(capsys, "trian", "--env", "search_r1")
-    assert err == "agentrl: unknown command 'trian'; did you mean 'train'?\n"
-
-
-def test_unknown_env_suggests(here, capsys):
-    assert "unknown env 'search_r2'; did you mean 'search_r1'" in refused(capsys, "train", "--env", "search_r2")
-
-
 def test_unknown_env_argument_suggests(here, model, capsys):
     err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--env-arg", "retrever=bm25")
     assert "takes no argument 'retrever'; did you mean 'retriever'" in err
@@ -117,32 +111,10 @@ def test_an_argument_that_the_environment_refuses(here, model, capsys, command, 
     assert not (here / "runs").exists()
 
 
-def test_batch_equation_prints_both_sides(here, capsys):
-    err = refused(
-        capsys, "train", "--rollout-batch-size", "3", "--n-samples-per-prompt", "8", "--global-batch-size", "16"
-    )
-    assert "3 × 8 = 24" in err
-    assert "16 × 1 = 16" in err
-
-
 def test_groups_of_one_train_nothing(here, model, capsys):
     words = ["train", *EXAMPLE, "--model", str(model), "--n-samples-per-prompt", "1"]
     assert "--n-samples-per-prompt 1 trains nothing" in refused(capsys, *words)
     assert "no data file" in refused(capsys, *words, "--entropy-coef", "0.01", "--prompt-data", "nowhere.jsonl")
-    assert not (here / "runs").exists()
-
-
-def test_value_of_the_wrong_type_names_the_flag(here, capsys):
-    err = refused(capsys, "train", "--num-rollout", "many")
-    assert "--num-rollout" in err
-    assert "'many'" in err
-
-
-def test_the_scripted_engine_cannot_be_chosen(here, capsys):
-    """It takes a Python function, which a flag cannot give; tests and `agentrl check` use it."""
-    assert "--engine must be one of local, sglang, found 'scripted'" in refused(
-        capsys, "rollout", "--engine", "scripted"
-    )
     assert not (here / "runs").exists()
 
 
@@ -201,17 +173,12 @@ def test_an_environment_with_endless_tasks(here, model, capsys, monkeypatch):
     assert (len(components.tasks.training()), len(components.tasks.evaluation()["test"])) == (2000, 200)
 
 
-def test_no_such_model(here, capsys):
-    assert "no such folder" in refused(capsys, "train", *EXAMPLE, "--model", "nowhere")
-
-
 @pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval"], ["sft", "talk.jsonl"]], ids=lambda w: w[0])
+@pytest.mark.usefixtures("talk")
 def test_run_folder_exists(here, model, capsys, words):
     run = here / "run"
     run.mkdir()
     (run / "precious").write_text("kept")
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     err = refused(capsys, *words, *EXAMPLE, "--model", str(model), "--run", str(run))
     assert "already exists" in err
     assert "--resume" not in err, "it is not a training run"
@@ -254,17 +221,15 @@ def test_the_error_for_a_taken_run_folder_suggests_resume_if_that_is_possible(
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft talk.jsonl"])
+@pytest.mark.usefixtures("talk")
 def test_settings_that_do_not_fit_the_model(here, model, capsys, command, words, message):
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     words = words if "--actor" in words else f"{words} --actor-num-gpus-per-node none"
     assert message in refused(capsys, *command.split(), *EXAMPLE, "--model", str(model), *words.split())
     assert not (here / "runs").exists()
 
 
+@pytest.mark.usefixtures("talk")
 def test_megatrons_flags_before_the_episodes_keep_their_values(here, model, capsys):
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    (here / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     words = ["sft", *EXAMPLE, "--model", str(model), "--tensor-model-parallel-size", "3"]
     for flag in ("--sequence-parallel", "--weight-decay=0.1"):
         err = refused(capsys, *words, "--actor-num-gpus-per-node", "none", flag, "talk.jsonl")
@@ -323,10 +288,6 @@ def test_servers_are_planned_with_a_trainer_only_for_training(here, model, capsy
 def test_the_error_for_a_misplaced_key_names_its_section(here, capsys):
     (here / "c.toml").write_text("[train]\nrollout_batch_size = 3\n")
     assert "it belongs in [rollout]" in refused(capsys, "train", "--config", "c.toml")
-
-
-def test_top_p_is_refused_unless_opted_in(here, capsys):
-    assert "--allow-truncated-sampling" in refused(capsys, "train", "--rollout-top-p", "0.9")
 
 
 def test_resume_needs_a_run_and_its_own_settings(here, model, capsys):

@@ -178,36 +178,36 @@ async def test_an_environment_that_answers_otherwise(tmp_path, tags, change, wha
         assert (d.cause, d.turn, d.what) == ("env", 0, what)
 
 
-async def test_another_first_observation_is_the_environments_doing(tmp_path, tags, hermes):
-    class Polite(Search):
-        def reset(self, task, *, seed):
-            return f"Please: {task.prompt}"
-
-    class Tooled(Hermes):
-        @tool
-        def search(self, query: str) -> str:
-            """Look something up, quickly."""
-            return f"{query} is in Europe"
-
-    episodes = await record(Search, script, tags, tmp_path / "a")
-    assert {(d.cause, d.turn, d.what) for d in differences(await replay(Polite, tags, episodes))} == {
-        ("env", -1, "the first observation")
-    }
-    episodes = await record(Hermes, hermes_script, hermes, tmp_path / "b")
-    assert {(d.cause, d.turn, d.what) for d in differences(await replay(Tooled, hermes, episodes))} == {
-        ("env", -1, "the tools in the first prompt")
-    }
+class Polite(Search):
+    def reset(self, task, *, seed):
+        return f"Please: {task.prompt}"
 
 
-async def test_another_final_state(tmp_path, tags):
-    class Other(Search):
-        def state(self):
-            return {"open": True}
+class Quick(Hermes):
+    @tool
+    def search(self, query: str) -> str:
+        """Look something up, quickly."""
+        return f"{query} is in Europe"
 
-    episodes = await record(Search, script, tags, tmp_path)
-    assert {(d.cause, d.turn, d.what) for d in differences(await replay(Other, tags, episodes))} == {
-        ("env", 2, "the final state")
-    }
+
+class Open(Search):
+    def state(self):
+        return {"open": True}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "turn", "what"),
+    [
+        (Search, Polite, -1, "the first observation"),
+        (Hermes, Quick, -1, "the tools in the first prompt"),
+        (Search, Open, 2, "the final state"),
+    ],
+)
+async def test_another_start_or_end_is_the_environments_doing(tmp_path, tags, hermes, then, now, turn, what):
+    says, renderer = (script, tags) if then is Search else (hermes_script, hermes)
+    episodes = await record(then, says, renderer, tmp_path)
+    found = differences(await replay(now, renderer, episodes))
+    assert {(d.cause, d.turn, d.what) for d in found} == {("env", turn, what)}
 
 
 async def test_a_planted_reward_fault(tmp_path, tags):
@@ -347,11 +347,17 @@ class Crash(Search):
         raise ValueError("boom")
 
 
-@pytest.mark.parametrize(("env", "reason"), [(Fragile, StopReason.TOOL_FAILURE), (Crash, StopReason.ENV_FAILURE)])
-async def test_failures_are_replayed_as_failures(tmp_path, tags, env, reason):
-    runner = make_runner(env, script, tags, rewards=env.rewards)
+async def one(env, says, tags, **limits):
+    """A single episode, played and not written."""
+    runner = make_runner(env, says, tags, rewards=env.rewards, **limits)
     t = await runner.run(groups_of(1, 1)[0][0])
     runner.close()
+    return t
+
+
+@pytest.mark.parametrize(("env", "reason"), [(Fragile, StopReason.TOOL_FAILURE), (Crash, StopReason.ENV_FAILURE)])
+async def test_failures_are_replayed_as_failures(tmp_path, tags, env, reason):
+    t = await one(env, script, tags)
     assert t.stop_reason is reason
     assert differences(await replay(env, tags, [t])) == [None]
     fixed = differences(await replay(Search, tags, [t]))[0]
@@ -360,28 +366,29 @@ async def test_failures_are_replayed_as_failures(tmp_path, tags, env, reason):
         assert (fixed.then, fixed.today) == ("env_failure (env step: ValueError)", "continues")
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-async def test_an_episode_that_the_engine_aborted_is_compared_up_to_its_end(tmp_path, tags, turn):
-    says = lambda r: RuntimeError("gone") if r.turn == turn else script(r)  # noqa: E731
-    runner = make_runner(Search, says, tags, rewards=Search.rewards)
-    t = await runner.run(groups_of(1, 1)[0][0])
-    runner.close()
-    assert t.stop_reason is StopReason.ENGINE_FAILURE
-    (outcome,) = await replay(Search, tags, [t])
-    assert (outcome.divergence, outcome.partial) == (None, True)
+class Slow(Search):
+    async def step(self, action):
+        if "France" in action.text:
+            await asyncio.sleep(60)
+        return await super().step(action)
 
 
-async def test_an_episode_that_timed_out_is_compared_up_to_its_end(tmp_path, tags):
-    class Slow(Search):
-        async def step(self, action):
-            if "France" in action.text:
-                await asyncio.sleep(60)
-            return await super().step(action)
+def ends_at(turn):
+    return lambda r: RuntimeError("gone") if r.turn == turn else script(r)
 
-    runner = make_runner(Slow, script, tags, rewards=Search.rewards, episode_timeout_s=0.3)
-    t = await runner.run(groups_of(1, 1)[0][0])
-    runner.close()
-    assert t.stop_reason is StopReason.EPISODE_TIMEOUT
+
+@pytest.mark.parametrize(
+    ("env", "says", "limits", "reason"),
+    [
+        (Search, ends_at(0), {}, StopReason.ENGINE_FAILURE),
+        (Search, ends_at(1), {}, StopReason.ENGINE_FAILURE),
+        (Slow, script, {"episode_timeout_s": 0.3}, StopReason.EPISODE_TIMEOUT),
+    ],
+    ids=["aborted in the first turn", "aborted in the second", "timed out"],
+)
+async def test_an_episode_that_was_cut_off_is_compared_up_to_its_end(tags, env, says, limits, reason):
+    t = await one(env, says, tags, **limits)
+    assert t.stop_reason is reason
     (outcome,) = await replay(Search, tags, [t])
     assert (outcome.divergence, outcome.partial) == (None, True)
 
@@ -394,14 +401,16 @@ async def test_an_empty_generation_and_a_parse_error_are_replayed(tmp_path, tags
     assert differences(await replay(Search, tags, episodes)) == [None] * 6
 
 
+@reward(group=True)
+def rank(trajectories):
+    return [float(i) for i, _ in enumerate(trajectories)]
+
+
+class Ranked(Search):
+    rewards = (exact, rank)
+
+
 async def test_group_rewards_are_compared_where_the_group_is_complete(tmp_path, tags):
-    @reward(group=True)
-    def rank(trajectories):
-        return [float(i) for i, _ in enumerate(trajectories)]
-
-    class Ranked(Search):
-        rewards = (exact, rank)
-
     @reward(group=True, name="rank")
     def reverse(trajectories):
         return [-float(i) for i, _ in enumerate(trajectories)]
@@ -415,13 +424,6 @@ async def test_group_rewards_are_compared_where_the_group_is_complete(tmp_path, 
 
 
 async def test_a_group_reward_that_fails_in_the_replay_is_a_difference_in_every_member(tmp_path, tags):
-    @reward(group=True)
-    def rank(trajectories):
-        return [float(i) for i, _ in enumerate(trajectories)]
-
-    class Ranked(Search):
-        rewards = (exact, rank)
-
     @reward(group=True, name="rank")
     def broken(trajectories):
         raise ValueError("no ranks")
