@@ -73,6 +73,12 @@ class Env:
     """the content of a system message before the first observation; None: no such message"""
     shows_tools: ClassVar[bool] = False
     """True: its prompts describe the tools and how to call them, so a chat template that cannot show tools is accepted"""
+    roles: Sequence[str] = ()
+    """the speakers of an episode, if it has several: observations say which role reads them and acts next (`Observation.of(text, to=role)`), and
+    each role is trained by its own rewards (`StepResult.rewards`); an instance may set it too. Empty: the policy is the only one"""
+    players: ClassVar[Mapping[str, Any]] = {}
+    """who plays a role, if not the policy: a function of the role's messages that returns a text, or what `--player ROLE=PLAYER` accepts, which
+    overrides it"""
     context_policy: ClassVar[Any] = None
     """shortens long conversations: `DropOldTurns()`, `TruncateOldResults()` or `Summarise(write)` of agentrl.render.context_policy, or a function
     or method of a `ContextView` that returns the new messages, or None for no change; None: conversations are never shortened"""

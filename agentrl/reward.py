@@ -18,7 +18,7 @@ from agentrl.core.registry import Registry
 from agentrl.core.timeout_pool import TimeoutPool
 from agentrl.errors import ConfigError, ContractError, RewardFailure, boundary, shown
 from agentrl.tool import check_limit
-from agentrl.types import Trajectory
+from agentrl.types import Trajectory, by_role, split_role_id
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,15 @@ class Scorer:
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the components of all single rewards; unchanged if it was not `played`.
 
+        Of several roles, the components of each (`Trajectory.of_role`), as NAME.ROLE.
+
         Raises:
             RewardFailure: a reward raised, timed out or did not return a number.
         """
         if not trajectory.played:
             return trajectory
+        if trajectory.roles:
+            return _with_sides(trajectory, [await self.score(trajectory.of_role(role)) for role in trajectory.roles])
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
         given = _with_own_task(trajectory) if self.single else trajectory
         for r in self.single:
@@ -189,6 +193,10 @@ class Scorer:
         Raises:
             RewardFailure: as in `score`, or a reward did not return one value per trajectory.
         """
+        if self.group and any(t.roles for t in trajectories):
+            parts = [side for part in by_role(trajectories) for side in await self.score_group(part)]
+            sides = [[s for s in parts if split_role_id(s.episode_id)[0] == t.episode_id] for t in trajectories]
+            return [_with_sides(t, own) for t, own in zip(trajectories, sides, strict=True)]
         scored = list(trajectories)
         played = [i for i, t in enumerate(scored) if t.played]
         for r in self.group if played else ():
@@ -226,6 +234,13 @@ class Scorer:
     def close(self) -> None:
         """Let the pool's idle threads end."""
         self.pool.close()
+
+
+def _with_sides(trajectory: Trajectory, sides: Sequence[Trajectory]) -> Trajectory:
+    """An episode with the components of its roles' sides."""
+    rewards = {f"{name}.{side.role}": value for side in sides for name, value in side.rewards.items()}
+    weights = {f"{name}.{side.role}": weight for side in sides for name, weight in side.weights.items()}
+    return replace(trajectory, rewards=rewards, weights=weights)
 
 
 def _with_own_task(trajectory: Trajectory) -> Trajectory:

@@ -7,92 +7,23 @@ holds an example. `Sample`, the training data made of a segment, is in `train/sa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum
 from itertools import chain
 from typing import Any
 
+from agentrl.core.episode_ends import FinishReason as FinishReason
+from agentrl.core.episode_ends import Provenance as Provenance
+from agentrl.core.episode_ends import Status as Status
+from agentrl.core.episode_ends import StopReason as StopReason
 from agentrl.core.message_images import PlacedImage
 from agentrl.errors import ContractError, InvariantError, describe, shown
 
 _IMMUTABLE = (str, int, float, bytes, type(None))
 Message = dict[str, Any]
 """A chat message: `role` (system, user, assistant, tool), `content` (str or a list of parts); optional: `tool_calls`, `name`, `tool_call_id`."""
-
-
-class Provenance(IntEnum):
-    """The origin of a token. In RL only SAMPLED tokens may have loss_mask 1."""
-
-    PROMPT = 0
-    """a conversation rendered by the model's chat template, at the beginning of a segment"""
-    SAMPLED = 1
-    """sampled by the policy, exactly as the engine returned them"""
-    OBSERVATION = 2
-    """content from the environment or a tool"""
-    TEMPLATE = 3
-    """tokens of the chat template between turns"""
-    FORCED = 4
-    """appended in the policy's place and not sampled: an end token after a stop string"""
-    DEMONSTRATION = 5
-    """written by an expert or a data set in the policy's place; trained on in SFT only"""
-
-
-class FinishReason(str, Enum):
-    """Why a generation ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-class Status(str, Enum):
-    """The outcome of an episode; the values are those of slime's `Sample.Status`."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-class StopReason(str, Enum):
-    """Why an episode ended. `status` is the outcome that follows from it."""
-
-    TERMINATED = "terminated"
-    ENV_TRUNCATED = "env_truncated"
-    MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"
-    CONTEXT_FULL = "context_full"
-    EPISODE_TIMEOUT = "episode_timeout"
-    INVALID_ACTION_LIMIT = "invalid_action_limit"
-    ENGINE_ABORT = "engine_abort"
-    ENV_FAILURE = "env_failure"
-    TOOL_FAILURE = "tool_failure"
-    REWARD_FAILURE = "reward_failure"
-    ENGINE_FAILURE = "engine_failure"
-
-    @property
-    def status(self) -> Status:
-        """The outcome that follows from this reason."""
-        return _STATUS[self]
-
-
-_STATUS = {
-    StopReason.TERMINATED: Status.COMPLETED,
-    StopReason.INVALID_ACTION_LIMIT: Status.COMPLETED,
-    StopReason.ENV_TRUNCATED: Status.TRUNCATED,
-    StopReason.MAX_TURNS: Status.TRUNCATED,
-    StopReason.MAX_TOKENS: Status.TRUNCATED,
-    StopReason.CONTEXT_FULL: Status.TRUNCATED,
-    StopReason.EPISODE_TIMEOUT: Status.TRUNCATED,
-    StopReason.ENGINE_ABORT: Status.ABORTED,
-    StopReason.ENV_FAILURE: Status.FAILED,
-    StopReason.TOOL_FAILURE: Status.FAILED,
-    StopReason.REWARD_FAILURE: Status.FAILED,
-    StopReason.ENGINE_FAILURE: Status.FAILED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,27 +167,31 @@ class Observation:
     """
 
     messages: tuple[Message, ...] = ()
+    to: str = ""
+    """the role that reads it and acts next, in an environment of several (`Env.roles`); empty: the one that acted, at first the first"""
 
     @classmethod
-    def of(cls, value: Observation | str | Message | Sequence[Message]) -> Observation:
+    def of(cls, value: Observation | str | Message | Sequence[Message], to: str = "") -> Observation:
         """Convert a value to an observation.
 
         Args:
             value: an Observation, a text (which becomes one user message), a message, or a list of messages.
+            to: the role that reads it and acts next; see `Observation.to`.
 
         Raises:
             ContractError: the value is none of these.
         """
         if isinstance(value, Observation):
+            to = to or value.to
             messages: Any = value.messages
             if isinstance(messages, tuple) and all(map(_is_message, messages)):
-                return value
+                return value if to == value.to else replace(value, to=to)
             value = messages
         if isinstance(value, str):
-            return cls(({"role": "user", "content": value},))
+            return cls(({"role": "user", "content": value},), to)
         items = [value] if isinstance(value, (dict, Mapping)) else value
         if isinstance(items, (list, tuple)) and all(map(_is_message, items)):
-            return cls(tuple(dict(m) for m in items))
+            return cls(tuple(dict(m) for m in items), to)
         raise ContractError(
             "an observation must be a str, a message or a list of messages, each with a role and content "
             f"(text or a list of parts, each a mapping); found {type(value).__name__}: {shown(value, 80)}"
@@ -269,13 +204,13 @@ class StepResult:
 
     Example:
         >>> StepResult("higher", reward=-0.1)
-        StepResult(observation='higher', reward=-0.1, terminated=False, truncated=False, info={}, state_key=None)
+        StepResult(observation='higher', reward=-0.1, terminated=False, truncated=False, info={}, state_key=None, rewards={})
     """
 
     observation: Observation | str | Sequence[Message] = ()
     """the messages for the policy; may be empty only if the episode ends"""
     reward: float = 0.0
-    """added to the score of the episode; a finite number"""
+    """added to the score of the episode, of several roles to that of the role that acted; a finite number"""
     terminated: bool = False
     """True: the task has ended by its own rules"""
     truncated: bool = False
@@ -284,6 +219,8 @@ class StepResult:
     """JSON values for the record and for rewards; never shown to the policy"""
     state_key: str | None = None
     """equal keys mark equal environment states within a group, for turn-level estimators; None: unknown"""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """added to the scores of roles, by role, in an environment of several (`Env.roles`)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +278,7 @@ class Turn:
 
     index: int
     segment: int
-    """index of the segment that holds the generation"""
+    """index of the segment that holds the generation; -1: the turn is text without tokens, of a player that is not a model of this run"""
     context_length: int
     """number of ids sent to the engine: the first `context_length` of the segment"""
     action: Action
@@ -359,8 +296,15 @@ class Turn:
     timings: Mapping[str, float] = field(default_factory=dict)
     """generate_s, tools_s, env_s in seconds; and cached_tokens"""
     agent_id: str = "policy"
+    """who acted: 'policy', or a role of `Env.roles`, or an agent at the gateway"""
     context: tuple[Message, ...] | None = None
     """the conversation that the context policy returned for the next turn; None: unchanged"""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """`StepResult.rewards`"""
+
+    def reward_of(self, role: str) -> float:
+        """What the turn adds to the score of a role."""
+        return self.rewards.get(role, 0.0) + (self.reward if self.agent_id == role else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +390,28 @@ class Trajectory:
     """id of the episode that this one branched from; None: it was played from the beginning"""
     branch_turn: int = 0
     """first turn of a branch that it sampled itself; the turns before are its parent's, and are trained there"""
+    roles: tuple[str, ...] = ()
+    """the roles that the policy played, in an environment of several speakers; each is trained by its own rewards (`of_role`)"""
+    role: str = ""
+    """the role whose side of an episode this is; empty: the whole episode"""
+
+    def of_role(self, role: str) -> Trajectory:
+        """The episode as the role's own: its tokens, its rewards. All turns stay, with what they added to the role's score.
+
+        Its id is that of the episode with the role (`role_id`); segments of others are empty, so that indices of segments and turns stay the same.
+        """
+        own = f".{role}"
+        return replace(
+            self,
+            episode_id=role_id(self.episode_id, role),
+            parent=None if self.parent is None else role_id(self.parent, role),
+            segments=tuple(s if s.agent_id == role else Segment((), s.agent_id) for s in self.segments),
+            turns=tuple(replace(t, reward=t.reward_of(role), rewards={}) for t in self.turns),
+            rewards={k.removesuffix(own): v for k, v in self.rewards.items() if k.endswith(own)},
+            weights={k.removesuffix(own): v for k, v in self.weights.items() if k.endswith(own)},
+            roles=(),
+            role=role,
+        )
 
     @property
     def status(self) -> Status:
@@ -465,11 +431,14 @@ class Trajectory:
     @property
     def answer(self) -> str | None:
         """The policy's last answer; None: it gave none, or its action format marks none."""
-        return next((t.action.answer for t in reversed(self.turns) if t.action.answer is not None), None)
+        own = [t for t in self.turns if not self.role or t.agent_id == self.role]
+        return next((t.action.answer for t in reversed(own) if t.action.answer is not None), None)
 
     @property
     def score(self) -> float:
-        """Σ step rewards + Σ weight × component, without components that abstained."""
+        """Σ step rewards + Σ weight × component, without components that abstained; of several roles, the mean of their scores."""
+        if self.roles:
+            return math.fsum(self.of_role(role).score for role in self.roles) / len(self.roles)
         steps = math.fsum(t.reward for t in self.turns)
         return steps + math.fsum(self.weights.get(k, 1.0) * v for k, v in self.rewards.items() if v is not None)
 
@@ -496,6 +465,25 @@ def _is_message(value: Any) -> bool:
     if isinstance(content, (list, tuple)):
         return all(isinstance(part, (dict, Mapping)) for part in content)
     return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
+
+
+def role_id(episode_id: str, role: str) -> str:
+    """The id of one role's side of an episode."""
+    return f"{episode_id}#{role}"
+
+
+def split_role_id(text: str) -> tuple[str, str]:
+    """The episode and the role of `role_id`; the role is empty in the id of a whole episode."""
+    match = re.fullmatch(r"(.*\d-\d+)#([^#/]+)", text)
+    return (match[1], match[2]) if match else (text, "")
+
+
+def by_role(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, ...]]:
+    """The members of a group as they are compared: each role with the same role of the others, in episodes of several."""
+    roles = dict.fromkeys(role for t in trajectories for role in t.roles)
+    if not roles:
+        return [tuple(trajectories)]
+    return [tuple(t.of_role(role) for t in trajectories if role in t.roles) for role in roles]
 
 
 def count_tokens(segments: Iterable[Segment], provenance: Provenance) -> int:

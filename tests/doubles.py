@@ -168,6 +168,7 @@ def make_runner(
     temperature: float = 1.0,
     env_args: dict[str, Any] | None = None,
     driver: Any = None,
+    players: dict[str, Any] | None = None,
     **limits: Any,
 ) -> EpisodeRunner:
     """`engine` may be a script."""
@@ -183,6 +184,7 @@ def make_runner(
         seed=seed,
         pools=ThreadPools(env),
         driver=driver,
+        players=players or {},
     )
 
 

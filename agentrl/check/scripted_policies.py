@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from agentrl.engine.scripted import ScriptedEngine, ScriptedRequest
 from agentrl.render import FORMATS, ActionFormat, Renderer, TagFormat, Tokenizer, make_renderer
 from agentrl.tool import ToolSpec
-from agentrl.types import EpisodeSpec, Task
+from agentrl.types import EpisodeSpec, Task, split_role_id
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is string else m['content'] | tojson }}"
@@ -70,7 +70,7 @@ class Policy:
         )
 
     def __call__(self, request: ScriptedRequest) -> str:
-        spec, random = self._specs[request.session], Random(request.sampling.seed)
+        spec, random = self._specs[split_role_id(request.session)[0]], Random(request.sampling.seed)
         if spec.index % 2:
             return self._random(spec, request.number, random)
         return self._scripted(spec.task, request.number, random)

@@ -70,8 +70,7 @@ async def _fork(
         return await fork(runner.for_env(original.env), original, turn, observation=observation, seeds=seeds)
     finally:
         runner.close()
-        if components.driver is not None:
-            await components.driver.close()
+        await components.close_agents()
         await engine.close()
         components.close()
 

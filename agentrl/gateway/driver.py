@@ -15,7 +15,8 @@ from agentrl.gateway.protocol import ModelRequest, RequestError
 from agentrl.gateway.server import GatewayServer
 from agentrl.gateway.session import GatewaySession
 from agentrl.gateway.turn_recorder import Arrival
-from agentrl.rollout.episode import FAILURES, Episode
+from agentrl.rollout.episode import Episode
+from agentrl.rollout.outcomes import FAILURES
 from agentrl.types import Message, StopReason, Trajectory
 
 

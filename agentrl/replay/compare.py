@@ -157,6 +157,8 @@ class Comparison:
         info_then, info_today = ({k: v for k, v in t.info.items() if k != "new_segment"} for t in (then, today))
         sides: list[tuple[str, Any, Any]] = [
             ("the step reward", then.reward, today.reward),
+            ("the rewards of roles", then.rewards, today.rewards),
+            ("the role that acts next", then.observation.to, today.observation.to),
             ("info", info_then, info_today),
             ("state_key", then.state_key, today.state_key),
             ("the result of the context policy", then.context, today.context),
@@ -228,7 +230,7 @@ class Comparison:
         token = recorded.context_length + len(self._sampled(recorded))
         sent_then, sent_today = (self._sent(side, turn + 1) for side in (self.then, self.today))
         if end:
-            token = max(0, len(self.then.segments[recorded.segment]) - 1)
+            token = max(0, len(self.then.segments[recorded.segment]) - 1) if recorded.segment >= 0 else 0
         elif sent_then and sent_today and sent_then != sent_today and sent_then[0] == recorded.segment:
             token = first_difference(sent_then[1], sent_today[1])
         return _divergence(Place(turn, recorded.segment, token), cause, what, then, today)
@@ -261,6 +263,8 @@ class Comparison:
         """(segment, ids) sent for a generation, if there was one."""
         if turn < len(trajectory.turns):
             at = trajectory.turns[turn]
+            if at.segment < 0:
+                return None
             return at.segment, trajectory.segments[at.segment].ids[: at.context_length]
         left = self.departure
         if trajectory is self.today and left is not None and left.turn == turn and left.sent:

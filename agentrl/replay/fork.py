@@ -22,6 +22,7 @@ from agentrl.render.renderer import strip_control
 from agentrl.replay.playback import PlaybackGenerator, PlaybackTools, is_stateful, with_playback
 from agentrl.replay.replayer import spec_of
 from agentrl.rollout.episode import EpisodeRunner, RewriteContext
+from agentrl.rollout.seat import Player, Reply
 from agentrl.rollout.tool_executor import ToolExecutor
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, Message, Observation, StepResult, Trajectory
@@ -50,12 +51,32 @@ class ForkGenerator(PlaybackGenerator):
         self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """The recorded generation, or a new one."""
+        return await self.generate_on(self.live, ids, sampling, session=session, images=images)
+
+    async def generate_on(
+        self, live: Generator, ids: Sequence[int], sampling: SamplingParams, **how: Any
+    ) -> Generation:
+        """The recorded generation, or a new one of `live`."""
         if self.turn < self.fork_turn:
-            return await super().generate(ids, sampling, session=session, images=images)
+            return await super().generate(ids, sampling, **how)
         self.turn += 1
-        if self.seed:
-            sampling = replace(sampling, seed=derive_seed(sampling.seed, "branch", self.seed))
-        return await self.live.generate(ids, sampling, session=session, images=images)
+        return await live.generate(ids, replace(sampling, seed=self.seed_from(sampling.seed)), **how)
+
+    async def reply_of(self, live: Reply, messages: Sequence[Message], *, seed: int) -> Any:
+        """The recorded text, or a new one of `live`."""
+        if self.turn < self.fork_turn:
+            return await self.reply(messages, seed=seed)
+        self.turn += 1
+        text = live(messages, seed=self.seed_from(seed))
+        return await text if inspect.isawaitable(text) else text
+
+    def seed_from(self, seed: int) -> int:
+        """The seed of a generation after the fork."""
+        return derive_seed(seed, "branch", self.seed) if self.seed else seed
+
+    def of_player(self, player: Player) -> Player:
+        """The player behind the record of its turns."""
+        return _ForkPlayer(self, player) if isinstance(player, Generator) else functools.partial(self.reply_of, player)
 
     async def release(self, session: str) -> None:
         """Release the live engine's session."""
@@ -68,6 +89,21 @@ class ForkGenerator(PlaybackGenerator):
         if self.turn >= self.fork_turn:
             return await call(policy, view)
         return await super().rewrite_context(call, policy, view)
+
+
+class _ForkPlayer:
+    """A frozen model whose turns before the fork are recorded."""
+
+    def __init__(self, fork: ForkGenerator, live: Generator) -> None:
+        self._fork, self._live = fork, live
+
+    async def generate(
+        self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
+        return await self._fork.generate_on(self._live, ids, sampling, session=session, images=images)
+
+    async def release(self, session: str) -> None:
+        await self._live.release(session)
 
 
 class ForkTools(PlaybackTools):

@@ -12,11 +12,12 @@ from itertools import chain
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.timeout_pool import is_async
-from agentrl.engine.base import Generation, SamplingParams
+from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
 from agentrl.render.context_policy import ContextPolicy, ContextView
 from agentrl.rollout.episode import EpisodeRunner, RewriteContext
 from agentrl.rollout.recorder import GENERATED
+from agentrl.rollout.seat import Player
 from agentrl.rollout.tool_executor import ToolExecutor, answers_by_calls
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, FinishReason, Message, Provenance, Span, StopReason, Trajectory, Turn
@@ -64,7 +65,7 @@ class PlaybackGenerator:
             self._raise_recorded_end(ids)
             raise self.leave("end", index, ids)
         turn = turns[index]
-        if list(ids) != self.recorded.segments[turn.segment].ids[: turn.context_length]:
+        if turn.segment < 0 or list(ids) != self.recorded.segments[turn.segment].ids[: turn.context_length]:
             raise self.leave("context", index, ids)
         generation = recorded_generation(self.recorded, turn)
         cut = len(generation.ids) > sampling.max_new_tokens
@@ -75,6 +76,13 @@ class PlaybackGenerator:
             raise self.leave("stop", index, ids)
         self.turn += 1
         return generation
+
+    async def reply(self, messages: Sequence[Message], *, seed: int) -> str:
+        """The recorded text of this turn, of a role that is played by text."""
+        if self.turn >= len(self.recorded.turns) or self.recorded.turns[self.turn].segment >= 0:
+            raise self.leave("end", self.turn)
+        self.turn += 1
+        return self.recorded.turns[self.turn - 1].action.text
 
     async def release(self, session: str) -> None:
         """Do nothing: a recorded episode holds no cache."""
@@ -88,6 +96,10 @@ class PlaybackGenerator:
         context = self.recorded.turns[self.turn - 1].context
         return None if context is None else list(context)
 
+    def of_player(self, player: Player) -> Player:
+        """What stands for the player of a role."""
+        return self if isinstance(player, Generator) else self.reply
+
     def leave(self, kind: str, turn: int, ids: Sequence[int] = (), room: int = 0) -> LeftRecordError:
         """Note the departure, if it is the first, and return the error to raise."""
         self.departure = self.departure or Departure(kind=kind, turn=turn, sent=tuple(ids), room=room)
@@ -96,8 +108,7 @@ class PlaybackGenerator:
     def _raise_recorded_end(self, ids: Sequence[int]) -> None:
         """Raise what ended the episode from outside, if the context is the recorded one."""
         reason, cause = self.recorded.stop_reason, self.recorded.cause or ""
-        last = self.recorded.segments[-1].ids if self.recorded.segments else []
-        if reason in EXTERNAL_STOPS and list(ids) == last:
+        if reason in EXTERNAL_STOPS and any(list(ids) == segment.ids for segment in self.recorded.segments):
             raise EngineFailure(cause, cause) if reason is StopReason.ENGINE_FAILURE else EngineAbort(cause, cause)
 
 
@@ -121,7 +132,7 @@ def recorded_generation(trajectory: Trajectory, turn: Turn) -> Generation:
 
 def sampled_spans(trajectory: Trajectory, turn: Turn) -> list[Span]:
     """The spans that were sampled in a turn, one for each version of the weights; none if the generation was empty."""
-    spans = trajectory.segments[turn.segment].spans
+    spans = trajectory.segments[turn.segment].spans if turn.segment >= 0 else ()
     return [s for s in spans if s.turn == turn.index and s.provenance in GENERATED]
 
 
@@ -179,4 +190,12 @@ def with_playback(runner: EpisodeRunner, generator: PlaybackGenerator, tools: Pl
     """The runner with a recorded episode in place of its engine and its tools."""
     rewrite = partial(generator.rewrite_context, runner.call_context_policy)
     driver = None if runner.driver is None else runner.driver.playback(generator.recorded)
-    return replace(runner, engine=generator, execute_tools=tools.execute, rewrite_context=rewrite, driver=driver)
+    players = {r: generator.of_player(p) for r, p in runner.players.items()}
+    return replace(
+        runner,
+        engine=generator,
+        execute_tools=tools.execute,
+        rewrite_context=rewrite,
+        driver=driver,
+        players=players,
+    )

@@ -164,7 +164,7 @@ async def _attribute_prompt(runner: EpisodeRunner, then: Trajectory, divergence:
         return divergence
     finally:
         await episode.close()
-    observed = [str(part).strip() for m in episode.conversation for part in _texts(m["content"])]
+    observed = [str(part).strip() for m in episode.seat.conversation for part in _texts(m["content"])]
     if not all(part in text for part in observed):
         return replace(divergence, cause="env", what="the first observation")
     if runner.renderer.format.needs_tools:

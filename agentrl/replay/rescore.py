@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.errors import RewardFailure
 from agentrl.reward import Scorer, component_means
 from agentrl.train.advantage import EQUAL, group_advantages
-from agentrl.types import Group, Status, StopReason, Trajectory
+from agentrl.types import Group, Status, StopReason, Trajectory, by_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +72,24 @@ class Change:
             both = [(a, b) for a, b in zip(g.then, g.today, strict=True) if Status.FAILED not in (a.status, b.status)]
             self.then += [a for a, _ in both]
             self.today += [b for _, b in both]
-            for (a, b), (c, d) in combinations(both, 2):
-                before, after = _order(a.score, c.score), _order(b.score, d.score)
-                self.pairs += 1
-                self.swapped += before != after
-                self.reversed += before * after < 0
+            for then, today in zip(by_role([a for a, _ in both]), by_role([b for _, b in both]), strict=True):
+                self._compare(list(zip(then, today, strict=True)))
             self._flips([a for a, _ in both], [b for _, b in both])
+
+    def _compare(self, both: Sequence[tuple[Trajectory, Trajectory]]) -> None:
+        """Count the pairs of compared members whose order changes."""
+        for (a, b), (c, d) in combinations(both, 2):
+            before, after = _order(a.score, c.score), _order(b.score, d.score)
+            self.pairs += 1
+            self.swapped += before != after
+            self.reversed += before * after < 0
 
     def _flips(self, then: Sequence[Trajectory], today: Sequence[Trajectory]) -> None:
         if not then:
             return
         sides = [Group(side[0].group_index, side[0].task, tuple(side)) for side in (then, today)]
         before, after = (group_advantages([g], self.estimator, self.truncated) for g in sides)
-        for t in then:
+        for t in (side for part in by_role(then) for side in part):
             a, b = before.get(t.episode_id, 0.0), after.get(t.episode_id, 0.0)
             if a * b < 0:
                 self.flipped.append((t.group_index, t.episode_id, a, b))

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from agentrl.core.cancellation import complete_before_cancel
 from agentrl.core.message_images import PlacedImage, load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation
@@ -28,8 +29,6 @@ from agentrl.errors import (
     EngineFailure,
     EnvFailure,
     Failure,
-    RewardFailure,
-    ToolFailure,
     UsageError,
     boundary,
     shown,
@@ -38,16 +37,17 @@ from agentrl.render.context_policy import (
     ContextPolicy,
     ContextView,
     check_rewrite,
-    context_view,
-    split_after_last_turn,
 )
 from agentrl.render.renderer import Renderer
-from agentrl.render.truncation import continue_context, is_long, open_segment
+from agentrl.render.truncation import is_long
 from agentrl.reward import Scorer
 from agentrl.rollout.branching import BranchSpec, PlayBranch
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.first_prompt import load_task_images, require_whole_prompt
+from agentrl.rollout.outcomes import FAILURES, cause_of, scored
 from agentrl.rollout.recorder import Recorder
+from agentrl.rollout.seat import POLICY, Player, Reply, Seat, check_role, check_role_rewards, make_seats
+from agentrl.rollout.seat_context import extend_context, speak
 from agentrl.rollout.turn import TurnDraft
 from agentrl.tool import ToolSpec
 from agentrl.types import (
@@ -62,14 +62,6 @@ from agentrl.types import (
     Trajectory,
     Turn,
 )
-
-FAILURES: Mapping[type[Failure], StopReason] = {
-    EngineAbort: StopReason.ENGINE_ABORT,
-    EngineFailure: StopReason.ENGINE_FAILURE,
-    EnvFailure: StopReason.ENV_FAILURE,
-    ToolFailure: StopReason.TOOL_FAILURE,
-    RewardFailure: StopReason.REWARD_FAILURE,
-}
 
 _SPENT = {"generate_s": "generations", "tools_s": "tool calls", "env_s": "steps"}
 
@@ -131,6 +123,8 @@ class EpisodeRunner:
     """plays the episodes of an environment whose agent is a separate program; None: the loop over turns"""
     play_branch: PlayBranch | None = None
     """plays a `BranchSpec`; None: the rollout has no branches"""
+    players: Mapping[str, Player] = field(default_factory=dict)
+    """who plays the roles that the policy does not play, by role"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close one episode. A failure of infrastructure becomes the trajectory's stop reason.
@@ -181,12 +175,10 @@ class Episode:
         self.recorder = Recorder()
         self.turns: list[Turn] = []
         self.draft: TurnDraft | None = None
-        self.conversation: list[Message] = []
-        self.prompt_messages = 0
-        """number of messages in the first prompt"""
-        self.prompt_length = 0
-        """tokens of the first prompt"""
-        self.invalid_actions = 0
+        self.seats = {POLICY: Seat(POLICY)}
+        """the speakers by role"""
+        self.seat = self.seats[POLICY]
+        """the one that acts, or acted last"""
         self.instance = EnvInstance(runner.make_env, runner.env_class, runner.pools)
         self.demonstration = False
         self._schemas: list[dict[str, Any]] | None = None
@@ -216,69 +208,87 @@ class Episode:
             return await self.runner.driver.play(self)
         await self.open_prompt(await self.reset())
         while True:
-            room, bound = self.room()
-            if room <= 0:
-                return bound
-            self.activity = "generation"
-            draft, generation = await self.generate(room)
-            if generation.finish_reason is FinishReason.LENGTH:
-                return bound
-            if draft.action.calls:
-                self.activity = "tool calls"
-                await self.use_tools(draft)
-            self.activity = "step"
-            stop = await self.step(draft)
-            if stop is None and self.runner.renderer.is_placeholder(generation.ids):
-                stop = (
-                    StopReason.INVALID_ACTION_LIMIT
-                )  # readers of the context would expect an image at a sampled placeholder
-            if stop is not None:
-                return stop
-            if draft.index + 1 >= self.runner.limits.max_turns:
-                return StopReason.MAX_TURNS
-            self.activity = "context"
-            stop = await self.observe(draft)
+            stop = await (self.generated_turn() if self.seat.reply is None else self.spoken_turn(self.seat.reply))
             if stop is not None:
                 return stop
 
-    async def reset(self) -> list[Message]:
+    async def generated_turn(self) -> StopReason | None:
+        """One turn of a model; the stop reason, if the episode ends with it."""
+        room, bound = self.room()
+        if room <= 0:
+            return bound
+        self.activity = "generation"
+        draft, generation = await self.generate(room)
+        if generation.finish_reason is FinishReason.LENGTH:
+            return bound
+        if draft.action.calls:
+            self.activity = "tool calls"
+            await self.use_tools(draft)
+        self.activity = "step"
+        stop = await self.step(draft)
+        if stop is None and self.runner.renderer.is_placeholder(generation.ids):
+            stop = StopReason.INVALID_ACTION_LIMIT  # readers of the context would expect an image at a placeholder
+        return stop or await self.continue_after(draft)
+
+    async def spoken_turn(self, reply: Reply) -> StopReason | None:
+        """One turn of a role that is played by text; the stop reason, if the episode ends with it."""
+        draft = await speak(self, reply)
+        self.activity = "step"
+        return await self.step(draft) or await self.continue_after(draft)
+
+    async def continue_after(self, draft: TurnDraft) -> StopReason | None:
+        """Give the observation to the role that acts next; a stop reason if none can."""
+        if self.seat.turns >= self.runner.limits.max_turns:
+            return StopReason.MAX_TURNS
+        self.activity = "context"
+        return await self.observe(draft)
+
+    async def reset(self) -> Observation:
         """Create the environment and reset it; returns the first observation, with images loaded."""
         runner = self.runner
         await self.instance.create(self.seed, self.spec.task)
+        if self.instance.env is not None and self.instance.env.roles:
+            self.seats = make_seats(runner.env_class.label(), self.instance.env.roles, runner.players)
+            self.seat = next(iter(self.seats.values()))
         self.spec = await load_task_images(self.spec)
         seeds = {"seed": derive_seed(self.seed, "env")}
         if takes_group_seed(runner.env_class):
             seeds["group_seed"] = derive_seed(runner.seed, "group", self.spec.group_index, "env")
         returned = await self.instance.call("reset", self.spec.task.copy(), **seeds)
-        return await load_images(Observation.of(returned).messages)
+        first = Observation.of(returned)
+        return Observation(tuple(await load_images(first.messages)), first.to)
 
-    async def open_prompt(self, first: list[Message]) -> None:
-        """Render the first prompt."""
-        runner = self.runner
-        if not first:
-            raise ContractError(
-                f"{runner.env_class.label()}.reset returned an empty observation; return the first message"
-            )
-        system = runner.env_class.system_prompt
-        self.conversation = [*([{"role": "system", "content": system}] if system else []), *first]
-        self.prompt_messages = len(self.conversation)
-        require_whole_prompt(runner.env_class, runner.renderer, self.conversation, self.tool_schemas())
-        render = partial(runner.renderer.prompt, self.conversation, self.tool_schemas())
-        pieces = await asyncio.to_thread(render) if is_long(self.conversation) else render()
-        self.recorder.open(pieces, images=runner.renderer.placed(pieces, self.conversation))
-        self.prompt_length = self.recorder.length()
+    async def open_prompt(self, first: Observation, turn: int = -1) -> None:
+        """Render the first prompt of the role that reads `first`; `turn`: the one that it follows."""
+        runner, label = self.runner, self.runner.env_class.label()
+        if not first.messages:
+            raise ContractError(f"{label}.reset returned an empty observation; return the first message")
+        if first.to:
+            self.seat = self.seats[check_role(first.to, self.seats, f"{label}: an observation")]
+        seat, system = self.seat, runner.env_class.system_prompt
+        seat.conversation = [*([{"role": "system", "content": system}] if system else []), *first.messages]
+        seat.prompt_messages = len(seat.conversation)
+        if seat.reply is not None:
+            return
+        require_whole_prompt(runner.env_class, runner.renderer, seat.conversation, self.tool_schemas())
+        render = partial(runner.renderer.prompt, seat.conversation, self.tool_schemas())
+        pieces = await asyncio.to_thread(render) if is_long(seat.conversation) else render()
+        images = runner.renderer.placed(pieces, seat.conversation)
+        self.recorder.open(pieces, turn=turn, agent_id=seat.role, images=images)
+        seat.prompt_length = self.recorder.length(seat.role)
 
     async def generate(self, room: int) -> tuple[TurnDraft, Generation]:
         """Sample one generation, record it exactly and parse the action: the next turn begins."""
         self.end_turn()
-        runner, index = self.runner, len(self.turns)
-        length, context = self.recorder.length(), self.recorder.context()
-        seed = derive_seed(runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
+        runner, index, role, frozen = self.runner, len(self.turns), self.seat.role, self.seat.generator is not None
+        length, context = self.recorder.length(role), self.recorder.context(role)
+        seed = self.turn_seed(index)
         sampling = self.sampling(room, seed)
-        generation, elapsed = await self.sample(context, sampling, self.recorder.images())
-        crc = self.recorder.crc() if generation.context_crc is None else generation.context_crc
+        generation, elapsed = await self.sample(context, sampling, self.recorder.images(role))
+        crc = self.recorder.crc(role) if generation.context_crc is None else generation.context_crc
+        temperature = runner.sampling.temperature
         with boundary(EngineFailure, "the engine's answer"):
-            self.recorder.sampled(generation, turn=index, temperature=runner.sampling.temperature)
+            self.recorder.sampled(generation, turn=index, temperature=temperature, agent_id=role, frozen=frozen)
         action = runner.renderer.parse(
             generation.ids,
             generation.finish_reason,
@@ -291,25 +301,35 @@ class Episode:
             action = replace(action, errors=(ParseError("structure", "the generation is empty"),))
         self.draft = TurnDraft(
             index=index,
-            segment=self.recorder.segment_index(),
+            segment=self.recorder.segment_index(role),
             context_length=length,
             context_crc=crc,
             seed=seed,
             action=action,
             matched_stop=generation.matched_stop,
             timings={"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
+            agent_id=role,
         )
+        self.begin_turn(self.draft)
         return self.draft, generation
+
+    def turn_seed(self, index: int) -> int:
+        """The seed of a turn's generation."""
+        return derive_seed(self.runner.seed, self.spec.index, self.spec.attempt, "policy", index, 0)
+
+    def begin_turn(self, draft: TurnDraft) -> None:
+        self.seat.turns += 1
+        self.seat.last = draft
 
     async def sample(
         self, context: Sequence[int], sampling: SamplingParams, images: Sequence[PlacedImage]
     ) -> tuple[Generation, float]:
         """One generation of the engine, checked, and its duration in seconds."""
         started = time.perf_counter()
+        engine, session = self.seat.generator or self.runner.engine, self.seat.session(self.spec.episode_id)
         with boundary(EngineFailure, "engine"):
             generation = check_generation(
-                await self.runner.engine.generate(context, sampling, session=self.spec.episode_id, images=images),
-                sampling.max_new_tokens,
+                await engine.generate(context, sampling, session=session, images=images), sampling.max_new_tokens
             )
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
@@ -340,61 +360,47 @@ class Episode:
         if not isinstance(result.info, (dict, Mapping)):
             raise ContractError(f"{label}.step: StepResult.info must be a mapping, found {type(result.info).__name__}")
         self.timings["env_s"] += elapsed
-        draft.observation = Observation(tuple(await load_images(Observation.of(result.observation).messages)))
-        draft.reward = check_reward(result.reward, self.runner.env_class)
+        observation = Observation.of(result.observation)
+        draft.observation = Observation(tuple(await load_images(observation.messages)), observation.to)
+        check = partial(check_reward, env_class=self.runner.env_class)
+        draft.reward = check(result.reward)
+        if result.rewards:
+            draft.rewards = check_role_rewards(result, self.seats, label, check)
         terminated = check_flag("terminated", result.terminated, self.runner.env_class)
         truncated = check_flag("truncated", result.truncated, self.runner.env_class)
         draft.info = dict(result.info)
         draft.state_key = result.state_key
         draft.timings["env_s"] = elapsed
-        self.invalid_actions += not draft.action.valid
+        self.seat.invalid_actions += not draft.action.valid
         if terminated:
             return StopReason.TERMINATED
         if truncated:
             return StopReason.ENV_TRUNCATED
-        too_many = self.invalid_actions >= self.runner.limits.max_invalid_actions
+        too_many = self.seat.invalid_actions >= self.runner.limits.max_invalid_actions
         return StopReason.INVALID_ACTION_LIMIT if too_many else None
 
     async def observe(self, draft: TurnDraft) -> StopReason | None:
-        """Append the observation and the next turn's header to the context; a stop reason if no room is left for another token."""
-        runner, renderer, limits = self.runner, self.runner.renderer, self.runner.limits
+        """Append the observation and the next turn's header to the context of the role that acts next.
+
+        Returns:
+            A stop reason if no room is left for another token.
+        """
         messages = draft.observation.messages
         if not messages:
             raise ContractError(
-                f"{runner.env_class.label()}.step returned no observation and did not end the episode; "
+                f"{self.runner.env_class.label()}.step returned no observation and did not end the episode; "
                 "return an observation or terminated=True"
             )
-        context_room = limits.context_length - self.recorder.length()
-        budget_room = limits.max_response_tokens - self.response_length()
-        reply, tools = renderer.message(draft.action), self.tool_schemas()
-        grown = (renderer, self.conversation, reply, messages, self.last_sampled(draft))
-        most = min(limits.context_length, self.prompt_length + limits.max_response_tokens)
-        policy = runner.context_policy or getattr(self.instance.env, "context_policy", None)
-        if policy is not None:
-            view = context_view(
-                *grown, first=self.prompt_messages, length=self.recorder.length(), limit=most, tools=tools
-            )
-            rewritten = await (runner.rewrite_context or runner.call_context_policy)(policy, view)
-            draft.context = None if rewritten is None else tuple(rewritten)
-        if draft.context is not None:
-            before, newest_messages = split_after_last_turn(draft.context)
-            render = partial(open_segment, renderer, before, newest_messages, "the context policy", most - 1, tools)
-        else:
-            room = min(context_room, budget_room) - 1
-            render = partial(continue_context, *grown, max_tokens=room, max_segment_tokens=most - 1, tools=tools)
-        continuation = await asyncio.to_thread(render) if is_long(messages) else render()
-        if continuation is None:
-            return StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
-        if continuation.new_segment is not None:
-            draft.info["new_segment"] = continuation.new_segment
-            self.recorder.open(continuation.pieces, turn=draft.index, images=continuation.images)
-        else:
-            self.recorder.extend(continuation.pieces, turn=draft.index, images=continuation.images)
-        if continuation.cut_tokens:
-            draft.observation = Observation(tuple(continuation.messages))
-            draft.observation_cut_tokens = continuation.cut_tokens
-        self.conversation = continuation.conversation
-        return None
+        if to := draft.observation.to:
+            label = self.runner.env_class.label()
+            self.seat = self.seats[check_role(to, self.seats, f"{label}.step: the observation")]
+        if not self.seat.prompt_messages:
+            await self.open_prompt(draft.observation, draft.index)
+            return None
+        if self.seat.reply is not None:
+            self.seat.conversation += messages
+            return None
+        return await extend_context(self, draft, self.seat)
 
     async def close(self) -> None:
         """Close the environment, then the engine's session. Called once, after any outcome.
@@ -405,7 +411,10 @@ class Episode:
         try:
             with boundary(EngineFailure, "engine release"):
                 async with asyncio.timeout(self.runner.env_class.timeout_s):
-                    await self.runner.engine.release(self.spec.episode_id)
+                    for seat in self.seats.values():
+                        if seat.reply is None:
+                            engine = seat.generator or self.runner.engine
+                            await engine.release(seat.session(self.spec.episode_id))
         except (Failure, UsageError) as e:
             self.release_failure = e
 
@@ -414,7 +423,7 @@ class Episode:
     def room(self) -> tuple[int, StopReason]:
         """How many tokens may be sampled now, and the stop reason of the bound that sets it."""
         limits = self.runner.limits
-        context = limits.context_length - self.recorder.length()
+        context = limits.context_length - self.recorder.length(self.seat.role)
         budget = limits.max_response_tokens - self.response_length()
         if limits.max_tokens_per_turn is not None:
             budget = min(budget, limits.max_tokens_per_turn)
@@ -422,7 +431,7 @@ class Episode:
 
     def response_length(self) -> int:
         """Tokens of the current segment beyond the length of the first prompt."""
-        return max(0, self.recorder.length() - self.prompt_length)
+        return max(0, self.recorder.length(self.seat.role) - self.seat.prompt_length)
 
     def sampling(self, room: int, seed: int) -> SamplingParams:
         """The parameters of one generation; built directly, since `replace` takes three times as long."""
@@ -436,10 +445,6 @@ class Episode:
         if self._schemas is None:
             self._schemas = [tool.schema for tool in self.instance.tools.values()]
         return self._schemas
-
-    def last_sampled(self, draft: TurnDraft) -> tuple[int, ...]:
-        """The ids that the policy generated in this turn."""
-        return self.recorder.last_generated(draft.index)
 
     def timeout_detail(self) -> str:
         """How the time of an episode that timed out was spent."""
@@ -466,7 +471,9 @@ class Episode:
             cause, detail = f"during {self.activity}", self.timeout_detail()
         elif reason is StopReason.CONTEXT_FULL and not self.turns:
             limit = self.runner.limits.context_length
-            detail = f"the first prompt takes {self.prompt_length} tokens and leaves no room in a context of {limit}"
+            detail = (
+                f"the first prompt takes {self.seat.prompt_length} tokens and leaves no room in a context of {limit}"
+            )
         self.timings["non_generation_s"] = max(0.0, self.timings.get("episode_s", 0.0) - self.timings["generate_s"])
         return Trajectory(
             episode_id=spec.episode_id,
@@ -484,39 +491,5 @@ class Episode:
             seed=self.seed,
             demonstration=self.demonstration,
             timings=dict(self.timings),
+            roles=tuple(role for role, seat in self.seats.items() if role != POLICY and seat.player is None),
         )
-
-
-async def scored(scorer: Scorer, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its rewards. A reward that fails becomes the stop reason."""
-    try:
-        return await scorer.score(trajectory)
-    except Failure as e:
-        return replace(trajectory, stop_reason=StopReason.REWARD_FAILURE, cause=e.cause, detail=str(e))
-
-
-def cause_of(error: Failure | UsageError) -> str:
-    """The short cause of a failure, for the table of causes."""
-    return error.cause if isinstance(error, Failure) else str(error)
-
-
-async def complete_before_cancel(work: Coroutine[Any, Any, None]) -> None:
-    """Wait until the work is done; a cancellation that arrives in between is raised afterwards."""
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        ended: asyncio.Future[None] = loop.create_future()
-        task.add_done_callback(partial(_set_ended, ended))
-        try:
-            await ended
-        except asyncio.CancelledError as e:
-            cancelled = e
-    if cancelled is not None:
-        raise cancelled
-    task.result()
-
-
-def _set_ended(ended: asyncio.Future[None], _: object) -> None:
-    if not ended.done():
-        ended.set_result(None)

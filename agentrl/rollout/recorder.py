@@ -14,8 +14,8 @@ from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
 from agentrl.types import Provenance, Segment, Span
 
-GENERATED = (Provenance.SAMPLED, Provenance.DEMONSTRATION)
-"""Provenance of what a policy, or an expert in its place, wrote."""
+GENERATED = (Provenance.SAMPLED, Provenance.DEMONSTRATION, Provenance.OTHER_AGENT)
+"""Provenance of what a policy, an expert in its place, or another agent wrote."""
 Piece = tuple[Provenance, Sequence[int]]
 """tokens of one provenance that were not sampled"""
 
@@ -58,11 +58,19 @@ class Recorder:
             if ids:
                 segment.add(Span(provenance, tuple(ids), turn))
 
-    def sampled(self, generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy") -> None:
-        """Append a generation, exactly as the engine returned it: a span for each version of the weights. An empty one adds no span."""
+    def sampled(
+        self, generation: Generation, *, turn: int, temperature: float, agent_id: str = "policy", frozen: bool = False
+    ) -> None:
+        """Append a generation, exactly as the engine returned it: a span for each version of the weights. An empty one adds no span.
+
+        `frozen`: another model than the policy sampled it.
+        """
         if not generation.ids:
             return
         segment = self._segments[self._current[agent_id]]
+        if frozen:
+            segment.add(Span(Provenance.OTHER_AGENT, generation.ids, turn))
+            return
         if generation.demonstration:
             segment.add(Span(Provenance.DEMONSTRATION, generation.ids, turn))
             return

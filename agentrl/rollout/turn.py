@@ -30,6 +30,7 @@ class TurnDraft:
     observation_cut_tokens: int = 0
     agent_id: str = "policy"
     context: tuple[Message, ...] | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
 
     def complete(self) -> Turn:
         return Turn(*_turn_values(self))

@@ -140,5 +140,4 @@ class Collector:
         """Stop the runner processes and the gateway."""
         if self.processes is not None:
             await self.processes.close()
-        if self.components.driver is not None:
-            await self.components.driver.close()
+        await self.components.close_agents()

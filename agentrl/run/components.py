@@ -32,6 +32,7 @@ from agentrl.rollout.process_pool import ProcessPool
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.model_folder import context_length, model_config, model_folder
+from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
 from agentrl.run.runner_settings import RunnerSettings, runner_settings
 from agentrl.slime_hooks.modules import arguments, load_function
@@ -41,6 +42,7 @@ from agentrl.train.restarting import RestartingTrainer
 from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
+    from agentrl.engine.local.engine import LocalEngine
     from agentrl.engine.sglang.plan import ServerPlan
     from agentrl.train.base import Critic, Trainer
     from agentrl.train.distillation import Teachers
@@ -101,6 +103,7 @@ class Components:
 
             self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
         self.threads = config.engine.threads or os.cpu_count() or 1
+        self.players = Players(self.config, self.env_class, self.folder, self._local_engine)
         self.driver = make_driver(config, self.env_class, [c.env_class for c in self.envs.values()])
         if self.driver is not None and config.rollout.branch_at:
             raise ConfigError(
@@ -127,6 +130,8 @@ class Components:
                 self.gives_state_keys |= bool(instance.env is not None and instance.env.gives_state_keys)
                 await instance.call("check_ready")
                 self.tasks.prompts.tools = [tool.schema for tool in instance.tools.values()]
+                if instance.env is not None:
+                    await self.players.check(tuple(instance.env.roles))
                 check_tools(self.env_class, self.renderer, list(instance.tools), str(self.folder))
         finally:
             await instance.close(read_state=False)
@@ -251,6 +256,7 @@ class Components:
             pools=self._pools,
             driver=self.driver,
             play_branch=play_branch,
+            players=self.players.evaluation if settings.evaluation else self.players.training,
         )
 
     def slime_runner(self, generator: Generator, settings: RunnerSettings, function: Callable[..., Any]) -> SlimeRunner:
@@ -314,10 +320,14 @@ class Components:
                 for member in fleet.members:
                     member.engine.keep_tokens(self.tokenizer.decode)
             return fleet
+        return self._local_engine(self.folder)
+
+    def _local_engine(self, folder: Path) -> LocalEngine:
+        """The local engine of a model folder, not started."""
         from agentrl.engine.local.engine import LocalEngine
 
         return LocalEngine(
-            self.folder,
+            folder,
             decode=self.tokenizer.decode,
             max_running=self.config.engine.engine_max_running,
             context_length=self.context_length,
@@ -369,6 +379,14 @@ class Components:
             "threads": c.engine.threads,
             "timeout_s": c.run.trainer_timeout_s,
         }
+
+    async def close_agents(self) -> None:
+        """Stop the gateway, and free the models that play roles."""
+        for components in self.envs.values():
+            await components.players.close()
+        await self.players.close()
+        if self.driver is not None:
+            await self.driver.close()
 
     def close(self) -> None:
         """Stop the threads of rewards and the processes of user code."""

@@ -11,7 +11,7 @@ from agentrl.reward import component_means
 from agentrl.rollout.branching import LEFT_RECORD
 from agentrl.rollout.failures import CauseTable
 from agentrl.train.advantage import EQUAL
-from agentrl.types import Group, Provenance, Status, Trajectory
+from agentrl.types import Group, Provenance, Status, Trajectory, by_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,13 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
         "sampled_tokens": fmean(t.sampled_tokens for t in episodes),
         "total_tokens": fmean(sum(len(s) for s in t.segments) for t in episodes),
         "truncated_share": fmean(t.status is Status.TRUNCATED for t in episodes),
-        "flat_groups": fmean(max(s) - min(s) < EQUAL for s in ([t.score for t in g.trajectories] for g in groups)),
+        "flat_groups": fmean(
+            max(s) - min(s) < EQUAL
+            for s in ([t.score for t in part] for g in groups for part in by_role(g.trajectories))
+        ),
         "invalid_turns": fmean(sum(not turn.action.valid for turn in t.turns) for t in episodes),
     }
+    metrics |= role_rewards(episodes)
     metrics |= {f"abstained/{name}": count for name, count in abstentions(episodes).items()}
     return metrics | {f"reward/{name}": mean for name, mean in component_means(episodes).items()}
 
@@ -83,6 +87,12 @@ def metrics_by_env(groups: Sequence[Group]) -> dict[str, float]:
         means = {"groups": len(members)} | _means(members)
         metrics |= {f"{env}/{name}": value for name, value in means.items()}
     return metrics
+
+
+def role_rewards(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean score of each role that the policy played, as `role/ROLE/reward`; {} without roles."""
+    sides = [part for part in by_role(episodes) if part[0].role]
+    return {f"role/{part[0].role}/reward": _mean_score(part) for part in sides}
 
 
 def abstentions(episodes: Sequence[Trajectory]) -> dict[str, float]:
@@ -106,6 +116,7 @@ def eval_metrics(name: str, groups: Sequence[Group], group_by: Sequence[str] = (
     k = max(len(g.trajectories) for g in groups)
     metrics = {"reward": _mean_score(episodes)}
     metrics |= {"questions": float(len(groups)), "episodes": float(len(episodes))}
+    metrics |= role_rewards(episodes)
     metrics |= component_means(episodes)
     metrics |= {f"abstained/{component}": count for component, count in abstentions(episodes).items()}
     if k > 1:

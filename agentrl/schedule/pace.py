@@ -9,7 +9,7 @@ from agentrl.config import Config
 from agentrl.core.registry import Registry
 from agentrl.errors import ConfigError, ContractError
 from agentrl.schedule.window import Pace
-from agentrl.types import EpisodeSpec, Group
+from agentrl.types import EpisodeSpec, Group, by_role
 
 DEFAULT_WINDOW = 0.3
 """share of the buffer among which training may choose, as in torchtitan's windowed FIFO"""
@@ -48,9 +48,13 @@ def pace_of(config: Config) -> Pace:
 
 
 def nonzero_std(group: Group) -> bool:
-    """Keep groups whose scores differ; the others have no gradient (the dynamic sampling of DAPO, arXiv:2503.14476, §3.2)."""
-    scores = [t.score for t in group.trajectories]
-    return max(scores) - min(scores) >= EQUAL
+    """Keep groups whose scores differ, those of a role if there are several; the others have no gradient (the dynamic sampling of DAPO,
+    arXiv:2503.14476, §3.2).
+    """
+    return any(
+        max(scores) - min(scores) >= EQUAL
+        for scores in ([t.score for t in part] for part in by_role(group.trajectories))
+    )
 
 
 FILTERS = Registry("group filter", {"nonzero_std": "agentrl.schedule.pace:nonzero_std"})

@@ -15,7 +15,8 @@ from agentrl.engine.base import Generator, SamplingParams
 from agentrl.errors import ContractError, EngineAbort, EngineFailure, EnvFailure, Failure, RewardFailure, boundary
 from agentrl.render import Renderer
 from agentrl.reward import Scorer
-from agentrl.rollout.episode import Limits, cause_of, scored
+from agentrl.rollout.episode import Limits
+from agentrl.rollout.outcomes import cause_of, scored
 from agentrl.slime_hooks.generations import Exchange, Generations, current
 from agentrl.slime_hooks.modules import sampling_params
 from agentrl.slime_hooks.placement import place_samples

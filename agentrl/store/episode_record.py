@@ -49,7 +49,7 @@ def _field_reader(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 _turn_fields, _action_fields, _task_fields = map(_field_reader, (Turn, Action, Task))
 _TRAJECTORY_FIELDS = tuple(f.name for f in fields(Trajectory))
-_OPTIONAL = ("detail", "parent", "branch_turn")
+_OPTIONAL = ("detail", "parent", "branch_turn", "roles", "role")
 """Fields of a trajectory that its record lacks where they hold the default."""
 _PROPERTY_AFTER = {"stop_reason": "status", "weights": "score"}
 """Properties of a trajectory that its record holds, by the field that they follow."""
@@ -147,6 +147,9 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
         del values["detail"]
     if t.parent is None:
         del values["parent"], values["branch_turn"]
+    for name in ("roles", "role"):
+        if not values[name]:
+            del values[name]
     return {"version": VERSION, "kind": "episode", **extra, **values}
 
 
@@ -154,8 +157,12 @@ def _turn(t: Turn) -> dict[str, Any]:
     record = _turn_fields(t)
     record["action"] = _action_fields(t.action)  # orjson serializes its calls, errors and results
     record["observation"] = {"messages": t.observation.messages}
+    if t.observation.to:
+        record["observation"]["to"] = t.observation.to
     if t.context is None:
         del record["context"]
+    if not t.rewards:
+        del record["rewards"]
     return record
 
 
@@ -193,6 +200,7 @@ def from_record(record: Mapping[str, Any], images: Path | None = None) -> Trajec
             "turns": tuple(_read_turn(t, images) for t in record["turns"]),
             "stop_reason": StopReason(record["stop_reason"]),
             **{name: record[name] for name in _OPTIONAL if name in record},
+            "roles": tuple(record.get("roles", ())),
         }
         return Trajectory(**values)
     except (KeyError, TypeError, ValueError) as e:
@@ -209,7 +217,8 @@ def _read_turn(t: Mapping[str, Any], images: Path | None) -> Turn:
         answer=a["answer"],
         results=tuple(_read_result(r, images) for r in a["results"]),
     )
-    observation = Observation(tuple(read_images(t["observation"]["messages"], images)))
+    seen = t["observation"]
+    observation = Observation(tuple(read_images(seen["messages"], images)), seen.get("to", ""))
     context = tuple(read_images(t["context"], images)) if t.get("context") else None
     return Turn(**{**t, "action": action, "observation": observation, "context": context})
 
@@ -288,6 +297,8 @@ def exactness_violations(trajectories: Iterable[Trajectory]) -> int:
     for t in trajectories:
         ids = [s.ids for s in t.segments]
         violations += sum(
-            ids_checksum(ids[turn.segment][: turn.context_length]) != turn.context_crc for turn in t.turns
+            ids_checksum(ids[turn.segment][: turn.context_length]) != turn.context_crc
+            for turn in t.turns
+            if turn.segment >= 0
         )
     return violations

@@ -13,7 +13,7 @@ from agentrl.train.base import Floats, Row
 from agentrl.train.estimators import Doubles, Episodes, Options, find_estimator
 from agentrl.train.estimators.base import EQUAL as EQUAL
 from agentrl.train.sample import Sample, to_samples
-from agentrl.types import Group, Status, StopReason, Trajectory
+from agentrl.types import Group, Status, StopReason, Trajectory, by_role
 
 _MAX_SCORE = 1e36
 """The sum of many rewards of the largest size (see `real_number`); float32 ends at 3e38."""
@@ -80,7 +80,7 @@ class Compared:
 def compare(
     groups: Sequence[Group | Sequence[Trajectory]], truncated: str = "train", overlong: Overlong | None = None
 ) -> Compared:
-    """Collect the episodes of groups that count in a baseline.
+    """Collect the episodes of groups that count in a baseline. In episodes of several roles each role is one, compared with the same role.
 
     Args:
         groups: each a `Group`, or a list of the trajectories of one task.
@@ -90,7 +90,7 @@ def compare(
     Raises:
         DataError: a score that is not finite, or too large for float32.
     """
-    lists = [g.trajectories if isinstance(g, Group) else g for g in groups]
+    lists = [part for g in groups for part in by_role(g.trajectories if isinstance(g, Group) else g)]
     members = [(number, t) for number, part in enumerate(lists) for t in part if in_baseline(t, truncated)]
     trajectories = tuple(t for _, t in members)
     raw = [_score(t) for t in trajectories]
@@ -159,7 +159,7 @@ def group_advantages(
     truncated: str = "train",
     options: Options | None = None,
 ) -> dict[str, float]:
-    """The mean advantage of each episode that is trained on, by its id.
+    """The mean advantage of each episode that is trained on, by its id; of several roles, of each by its `role_id`.
 
     Args:
         groups: each a `Group`, or a list of the trajectories of one task.

@@ -21,7 +21,13 @@ Runs = list[tuple[int, int]]
 
 Pixels = Callable[[Sequence[Image]], dict[str, Any] | None]
 
-_NEVER_TRAINED = (Provenance.PROMPT, Provenance.OBSERVATION, Provenance.TEMPLATE, Provenance.FORCED)
+_NEVER_TRAINED = (
+    Provenance.PROMPT,
+    Provenance.OBSERVATION,
+    Provenance.TEMPLATE,
+    Provenance.FORCED,
+    Provenance.OTHER_AGENT,
+)
 _PROVENANCES = frozenset(map(int, Provenance))
 
 
@@ -68,7 +74,7 @@ class Sample:
     """number of tokens after the prompt"""
     label: Any = None
     reward: float | dict[str, float] | None = None
-    """reward of the episode, equal in all its samples; a dict has named components"""
+    """reward of the episode, or of the role in it, equal in all its samples; a dict has named components"""
     loss_mask: list[int] | None = None
     """[response_length] of 0 and 1; None: not known yet (status PENDING)"""
     rollout_log_probs: list[float] | None = None
@@ -161,7 +167,7 @@ def to_samples(
     demonstrations: bool = False,
     pixels: Pixels | None = None,
 ) -> list[Sample]:
-    """One Sample per segment that has a sampled token; with `demonstrations`, a demonstrated one.
+    """One Sample per segment that has a sampled token; with `demonstrations`, a demonstrated one. Of several roles, those of each (`of_role`).
 
     The tokens that a branch shares with the episode it branched from have mask 0 in the branch: each token is trained once.
     FAILED and ABORTED trajectories have no samples: a failure is never turned into reward 0.
@@ -169,6 +175,9 @@ def to_samples(
     """
     if trajectory.status in (Status.FAILED, Status.ABORTED):
         return []
+    if trajectory.roles:
+        sides = map(trajectory.of_role, trajectory.roles)
+        return [s for t in sides for s in to_samples(t, decode=decode, demonstrations=demonstrations, pixels=pixels)]
     samples = [segment_sample(trajectory, i, decode, demonstrations) for i in range(len(trajectory.segments))]
     samples = [s for s in samples if any(s.loss_mask or ())]
     for sample in samples:

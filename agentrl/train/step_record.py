@@ -19,6 +19,7 @@ from agentrl.train.base import OPTIONAL_INPUTS, Floats, Row, Trainer
 from agentrl.train.batch_plan import micro_batch_sizes, trainer_plan
 from agentrl.train.rows import make_row
 from agentrl.train.sample import Sample
+from agentrl.types import role_id, split_role_id
 
 
 def step_record(
@@ -41,9 +42,11 @@ def step_record(
 def _row_record(row: Row, log_probs: Floats | None) -> dict[str, Any]:
     trained = np.flatnonzero(row.weights)
     first = trained[0] if len(trained) else 0
+    episode_id, role = split_role_id(row.source[0])
     record: dict[str, Any] = {
-        "episode_id": row.source[0],
+        "episode_id": episode_id,
         "segment_index": row.source[1],
+        **({"role": role} if role else {}),
         "tokens": len(row.tokens),
         "trained": len(trained),
         "advantage": float(row.advantages[first]),
@@ -87,4 +90,7 @@ def _rebuild(record: Mapping[str, Any], sample: Sample) -> Row:
     for name, array in arrays.items():
         array[trained] = record[name]
     advantage = np.array(record["advantages"]) if "advantages" in record else record["advantage"]
-    return replace(make_row(sample, advantage=advantage, weight=record["weight"]), **arrays)
+    row = replace(make_row(sample, advantage=advantage, weight=record["weight"]), **arrays)
+    if "role" in record:
+        return replace(row, source=(role_id(record["episode_id"], record["role"]), record["segment_index"]))
+    return row

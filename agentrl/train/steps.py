@@ -22,7 +22,7 @@ from agentrl.train.estimators import Doubles, Estimator, Options, find_estimator
 from agentrl.train.estimators.turns import anchor_groups
 from agentrl.train.rows import make_rows, rows_with_gradient, split_steps, with_tokens
 from agentrl.train.sample import to_samples
-from agentrl.types import Group
+from agentrl.types import Group, by_role
 
 Steps = list[list[Row]]
 
@@ -276,7 +276,8 @@ def _without_values(rows: Sequence[Row]) -> list[Row]:
 def _rows_of_steps(groups: Sequence[Group], compared: Compared, config: Config, estimator: Estimator) -> Steps:
     """Rows without advantages. Episodes that are not trained on keep their places, so that the others do not move to another step."""
     known = {t.episode_id for t in compared.trajectories}
-    others = [s for g in groups for t in g.trajectories if t.episode_id not in known for s in to_samples(t)]
+    sides = [t for g in groups for part in by_role(g.trajectories) for t in part]
+    others = [s for t in sides if t.episode_id not in known for s in to_samples(t)]
     parts = split_steps(
         [*(s for part in compared.samples for s in part), *others], config.rollout.num_steps_per_rollout
     )

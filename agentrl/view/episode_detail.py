@@ -113,6 +113,7 @@ def _segment(
         "text": token_texts(columns["ids"], decode) if decode else None,
         "images": segment.get("images", ()),
         "contexts": contexts,
+        **({"advantage": row["advantage"]} if "role" in row else {}),
         "trainer_log_prob": per_token(row.get("old_log_probs", row.get("log_probs"))),
         "ref_log_probs": per_token(row.get("ref_log_probs")),
     }

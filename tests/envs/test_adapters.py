@@ -24,7 +24,7 @@ from agentrl.env import check_env_args, make_env_class, task_tools, tasks_of
 from agentrl.envs.adapters import base
 from agentrl.errors import ConfigError, InfraError
 from agentrl.replay.replayer import replay_group
-from agentrl.types import EpisodeSpec, StopReason, Task
+from agentrl.types import EpisodeSpec, StopReason, Task, split_role_id
 
 SERVERS = Path(sys.executable).parents[1] / "servers/bin"
 TIME = f"{SERVERS / 'mcp-server-time'} --local-timezone UTC"
@@ -160,6 +160,22 @@ class TestTextArena:
         await require_replays(f"textarena:{name}", ["[10]", "[A B]", "[accept]"], hermes)
 
     @pytest.mark.slow
+    async def test_games_for_two_keep_the_contract_and_replay(self, hermes):
+        moves = {"player_0": ["[4]", "[1]", "[7]"], "player_1": ["[4]", "[0]", "[2]"]}
+        await require_sound("textarena:TicTacToe-v0", episodes=4)
+
+        def script(request):
+            return moves[split_role_id(request.session)[1]][request.turn]
+
+        t = await require_replays("textarena:TicTacToe-v0", script, hermes)
+        assert [turn.agent_id[-1] for turn in t.turns] == ["0", "1", "1", "0", "1", "0"], "[4] was taken"
+        assert {role: t.of_role(role).score for role in t.roles} == {"player_0": 1.0, "player_1": -1.0}
+        seen = {s.agent_id: hermes.tokenizer.decode(s.ids) for s in t.segments}
+        assert "[player 0] [4]" in seen["player_1"]
+        assert "You are Player 0" not in seen["player_1"]
+        assert "[player 0]" not in seen["player_0"], "a player does not read its own moves again"
+
+    @pytest.mark.slow
     def test_a_game_leaves_the_global_random_state_alone(self):
         import random
 
@@ -171,7 +187,8 @@ class TestTextArena:
 
     @pytest.mark.slow
     def test_a_number_of_players_that_does_not_fit_is_refused(self):
-        assert "one player cannot play this game" in refused("textarena:ConnectFour-v0")
+        assert "one player cannot play this game" in refused("textarena:ConnectFour-v0", {"players": 1})
+        assert "3 players cannot play this game" in refused("textarena:ConnectFour-v0", {"players": 3})
         assert "no such game" in refused("textarena:ConnectFive-v0")
 
 

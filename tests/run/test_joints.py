@@ -149,6 +149,10 @@ def half_cut(request):
     return f"is {3 * (index_of(request) % 4 == 3)}" if index_of(request) % 2 else call("look", query="x")
 
 
+def numbers(request):
+    return f"is {index_of(request) % 2}"
+
+
 def flat(request):
     return "is 1"
 
@@ -384,6 +388,10 @@ def evaluated(s):
     return sorted({r.session.rpartition("/")[0] for r in s.asked(held_out=True)})
 
 
+def eval_roles(s):
+    return {t.roles for t in s.episodes if t.episode_id.startswith("eval/")}
+
+
 def eval_questions(s):
     """Sessions of the first evaluation."""
     return len({r.session for r in s.asked(held_out=True) if r.session.split("/")[2] == "0"})
@@ -435,6 +443,8 @@ def is_played_again(s):
 OVER_SAMPLED = {"over_sampling_batch_size": 3}
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
 DR = {"advantage_estimator": "dr_grpo"}
+PAIR = ENV.with_name("joint_roles.py")
+ROLES = {"env": str(PAIR)}
 EVALUATED = {"eval_interval": 20}
 FILE = {"prompt_data": "MODEL/tasks.jsonl"}
 ASYNC = {"schedule": "async", "num_rollout": 4}
@@ -459,6 +469,7 @@ CASES = [
         lambda s: {len(t.turns) for t in s.played if t.env != "Joint"}, {1},
         {"env": "ENV:Joint=1 gymnasium:FrozenLake-v1=1"},
     ),
+    Case("players", {"second": f"{PAIR}:echo"}, lambda s: {t.roles for t in s.played}, {("first",)}, ROLES, numbers),
     Case("env_args", {"bonus": 2.0}, lambda s: {t.score for t in s.episodes}, {4.0, 7.0}),
     Case("reward", ["ENV:one"], lambda s: {t.score for t in s.episodes}, {1.0, 4.0}),
     Case("reward_key", "b", lambda s: {t.score for t in s.episodes}, {2.0, 5.0}, {"reward": ["ENV:parts"]}),
@@ -584,6 +595,7 @@ CASES = [
     Case("eval_top_p", 0.5, sampling("top_p", held_out=True), {0.5}, EVALUATED),
     Case("eval_top_k", 3, sampling("top_k", held_out=True), {3}, EVALUATED),
     Case("eval_max_response_len", 77, sampling_first, {77}, EVALUATED),
+    Case("eval_players", {"first": f"{PAIR}:echo"}, eval_roles, {("second",)}, ROLES | EVALUATED, numbers),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
     Case("data_source_path", "ENV:Reversed", lambda s: index_of(s.asked()[0]) // 2, 1),

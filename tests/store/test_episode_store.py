@@ -331,7 +331,9 @@ async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(
 def test_every_field_of_a_turn_is_in_the_record():
     names = {f.name for f in dataclasses.fields(Turn)}
     action = Action("x", results=(ToolResult("c", "f", "text"),))
-    whole = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, context=({"role": "user"},))]))))
+    whole = json.loads(
+        encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, context=({"role": "user"},), rewards={"a": 1.0})])))
+    )
     assert whole["turns"][0].keys() == names
     assert whole["turns"][0]["action"].keys() == {f.name for f in dataclasses.fields(Action)}
     assert whole["turns"][0]["action"]["results"][0].keys() == {f.name for f in dataclasses.fields(ToolResult)}

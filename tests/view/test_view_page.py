@@ -3,6 +3,7 @@
 Needs Debian's chromium and chromium-driver and the package selenium; skipped where they are missing.
 """
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -13,11 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from doubles import FakeGenerator, play
 from processes import read_line
 from viewruns import EVIL, add_group, decode, episode, make_large_run, make_run, step_record
 
+from agentrl import Env, StepResult
 from agentrl.core.message_images import PlacedImage, as_image
-from agentrl.store import EpisodeWriter, Recording
+from agentrl.store import EpisodeWriter, Recording, encode
+from agentrl.store.episode_record import to_record
 from agentrl.types import Observation
 from agentrl.view.episode_detail import episode_detail
 from agentrl.view.html_export import html_of
@@ -258,6 +262,51 @@ def test_an_unknown_episode_is_an_error(browser, run):
     open_page(browser, run.url + "#/episode?id=<img src=x onerror=alert(1)>")
     assert "no episode" in text(browser, ".error")
     assert find(browser, "main img") == []
+    check_quiet(browser)
+
+
+def test_the_speakers_of_an_episode_are_named(browser, tmp_path, tags):
+    class White(Env):
+        roles = ("white", "black", "judge")
+
+        def reset(self, task, *, seed):
+            self.turns = 0
+            return "White begins."
+
+        def step(self, action):
+            self.turns += 1
+            to = self.roles[min(self.turns, 2)]
+            rewards = {"white": 0.5} if self.turns == 2 else {}
+            return StepResult(Observation.of(f"To {to}.", to=to), rewards=rewards, terminated=self.turns == 3)
+
+    players = {"black": FakeGenerator(tags, ["frozen"]), "judge": lambda messages, *, seed: "well done"}
+    t = asyncio.run(play(White, ["sampled"], tags, players=players))
+    rows = [
+        {"episode_id": t.episode_id, "role": "white", "segment_index": 0, "tokens": len(t.segments[0]), "trained": 3}
+    ]
+    step = {
+        "step": 0,
+        "optimizer_step": 1,
+        "rows": [rows[0] | {"advantage": 0.75, "weight": 0.1}],
+        "loss": {},
+        "lr": 0.1,
+    }
+    detail = episode_detail(json.loads(encode(to_record(t))), step, tags.tokenizer.decode, None)
+    assert [s.get("advantage") for s in detail["segments"]] == [0.75, None]
+    (tmp_path / "e.html").write_text(html_of(detail), encoding="utf-8")
+    open_page(browser, (tmp_path / "e.html").as_uri())
+    shown = text(browser)
+    for words in (
+        "white, played by the policy",
+        "black, played by another",
+        "to judge",
+        "well done",
+        "white 0.500",
+        "white 0.750",
+    ):
+        assert words.upper() in shown.upper()
+    press(browser, "1")
+    assert "OTHER_AGENT" in text(browser)
     check_quiet(browser)
 
 

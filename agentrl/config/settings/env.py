@@ -34,6 +34,12 @@ class EnvSettings:
 
     Such as `--env-setting search_r1.max_turns=4` or `--env-setting 'search_r1.env_args={topk = 2}'`. Its arguments, data, rewards and limits can
     be set, and its `concurrency`."""
+    players: Annotated[dict[str, str], "ROLE=PLAYER"] = field(default_factory=dict)
+    """who plays a role of an environment with several speakers; repeatable (default: the environment's choice, or the policy)
+
+    policy: the policy, which is trained in this role. initial: the model that the run starts from, or a model folder: frozen weights, on the local
+    engine. http://HOST:PORT/v1: a model behind an OpenAI-compatible address, with #NAME one of several. file.py:function: a function of the
+    role's messages (and `seed`) that returns a text."""
     env_isolation: Literal["thread", "process"] | None = None
     """run each environment, with its tools, in a thread of the run or in a separate process (default: the environment's choice)
 

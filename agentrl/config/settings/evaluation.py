@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -33,5 +34,7 @@ class EvalSettings:
     """sample from the N likeliest tokens in evaluation; -1: off (default: --rollout-top-k)"""
     eval_max_response_len: Annotated[int | None, Field(ge=1)] = None
     """maximum tokens after the prompt in evaluation (default: --rollout-max-response-len)"""
+    eval_players: Annotated[dict[str, str], "ROLE=PLAYER"] = field(default_factory=dict)
+    """who plays a role in evaluation; repeatable (default: --player)"""
     eval_limit: Annotated[int | None, Field(ge=1)] = 200
     """maximum tasks of each evaluation set; none: all"""

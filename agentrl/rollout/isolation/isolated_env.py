@@ -60,8 +60,9 @@ class EnvHost:
             return partial(tool.close) if operation == "tool close" else partial(tool.setup, args[1])
         return partial(getattr(self._env, operation), *args, **kwargs)
 
-    def _create(self) -> None:
+    def _create(self) -> tuple[str, ...]:
         self._env = self._make_env()
+        return tuple(self._env.roles)
 
     def _describe_tools(self, task: Task | None = None) -> tuple[list[ToolDescription], int]:
         """The tools, and the number of `Tool` objects to set up and close."""
@@ -101,7 +102,7 @@ class IsolatedEnv(Env):
 
     async def create(self) -> None:
         """Construct the environment in the process."""
-        await self._call("create")
+        self.roles = await self._call("create")
 
     async def reset(self, task: Task, *, seed: int, group_seed: int | None = None) -> ObservationLike:
         """See `Env.reset`."""

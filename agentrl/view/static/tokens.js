@@ -34,8 +34,8 @@ AR.visible = function (text) {
   });
 };
 
-AR.PROVENANCE = ["PROMPT", "SAMPLED", "OBSERVATION", "TEMPLATE", "FORCED", "DEMONSTRATION"];
-AR.HUES = ["rgba(125,135,150,.28)", "rgba(46,158,107,.38)", "rgba(74,134,216,.34)", "rgba(170,120,220,.34)", "rgba(220,80,70,.42)", "rgba(215,160,40,.42)"];
+AR.PROVENANCE = ["PROMPT", "SAMPLED", "OBSERVATION", "TEMPLATE", "FORCED", "DEMONSTRATION", "OTHER_AGENT"];
+AR.HUES = ["rgba(125,135,150,.28)", "rgba(46,158,107,.38)", "rgba(74,134,216,.34)", "rgba(170,120,220,.34)", "rgba(220,80,70,.42)", "rgba(215,160,40,.42)", "rgba(40,170,190,.36)"];
 
 const shade = (r, g, b, a) => `rgba(${r},${g},${b},${Math.max(0, Math.min(0.75, a)).toFixed(3)})`;
 const signed = (v, scale) => (v === null || v === undefined ? "" : v >= 0 ? shade(46, 158, 107, (0.75 * v) / scale) : shade(220, 70, 60, (-0.75 * v) / scale));
@@ -68,7 +68,7 @@ AR.MODES = {
   },
   advantage: {
     label: "advantage",
-    color: (s, i, e) => (s.mask[i] && AR.advantage(e) !== null ? signed(AR.advantage(e), 2) : ""),
+    color: (s, i, e) => (s.mask[i] && AR.advantage(e, s) !== null ? signed(AR.advantage(e, s), 2) : ""),
     legend: (e) => (AR.advantage(e) === null ? [["transparent", "this episode was not trained on"]] : [[signed(1, 2), "+1"], [signed(-1, 2), "−1"], ["transparent", "not trained on"]]),
   },
   version: {
@@ -86,7 +86,8 @@ AR.scale = function (e) {
   }
   return e.diffScale;
 };
-AR.advantage = (e) => (e.advantage === null || e.advantage === undefined ? null : e.advantage);
+// Of several roles each has its own advantage, which is that of its segments.
+AR.advantage = (e, s) => { const v = e.roles && s ? s.advantage : e.advantage; return v === null || v === undefined ? null : v; };
 
 AR.piece = function (s, i) {
   if (!s.text) return `‹${s.ids[i]}›`;
@@ -97,7 +98,7 @@ AR.aboutToken = function (e, s, i) {
   const parts = [`token ${i}`, `id ${s.ids[i]}`, s.text ? JSON.stringify(AR.visible(s.text[i])) : null, AR.PROVENANCE[s.provenance[i]], s.turn[i] < 0 ? "before the first turn" : `turn ${s.turn[i]}`, `mask ${s.mask[i]}`];
   if (s.log_prob[i] !== null) parts.push(`log p ${s.log_prob[i].toFixed(4)} (p ${Math.exp(s.log_prob[i]).toFixed(3)})`, `version ${s.version[i]}`, `temperature ${AR.number(s.temperature[i], 2)}`);
   if (s.trainer_log_prob && s.trainer_log_prob[i] !== null) parts.push(`trainer ${s.trainer_log_prob[i].toFixed(4)}`, `difference ${AR.number(AR.difference(s, i), 5)}`);
-  if (s.mask[i] && AR.advantage(e) !== null) parts.push(`advantage ${AR.number(AR.advantage(e))}`);
+  if (s.mask[i] && AR.advantage(e, s) !== null) parts.push(`advantage ${AR.number(AR.advantage(e, s))}`);
   return parts.filter((p) => p !== null).join("  ·  ");
 };
 
@@ -194,14 +195,17 @@ AR.content = function (e, message) {
 
 AR.part = (kind, who, ...body) => AR.h("div", { class: `part ${kind}` }, AR.h("div", { class: "who" }, who), body);
 
+// A role, and whether the policy or another player has it.
+AR.speaker = (e, role) => `${AR.visible(role)}${e.roles ? (e.roles.includes(role) ? ", played by the policy" : ", played by another") : ""}`;
+
 AR.conversation = function (e) {
   const first = e.segments[0];
   const prompt = first && first.text ? first.text.filter((_, i) => first.provenance[i] === 0).join("") : typeof e.task.prompt === "string" ? e.task.prompt : JSON.stringify(e.task.prompt, null, 1);
   const turns = e.turns.map((t) => {
     const a = t.action;
-    const head = [AR.h("b", {}, `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} cached tokens` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 ? `segment ${t.segment}` : null];
+    const head = [AR.h("b", {}, `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} cached tokens` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.rewards ? `rewards ${AR.visible(Object.entries(t.rewards).map(([k, v]) => `${k} ${AR.number(v)}`).join(", "))}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 && t.segment >= 0 ? `segment ${t.segment}` : null];
     return AR.h("article", { class: "turn" }, AR.h("header", {}, head.filter(Boolean).map((x) => (x instanceof Node ? x : AR.h("span", {}, x)))),
-      AR.part("policy", "policy", AR.h("pre", {}, AR.visible(a.text) || "(empty)")),
+      AR.part("policy", t.agent_id === "policy" ? "policy" : AR.speaker(e, t.agent_id), AR.h("pre", {}, AR.visible(a.text) || "(empty)")),
       a.calls.map((c, n) => {
         const r = a.results[n];
         const cut = r && r.full_bytes ? `, truncated: ${r.full_bytes} bytes in full, sha256 ${String(r.sha256).slice(0, 12)}…` : "";
@@ -210,7 +214,7 @@ AR.conversation = function (e) {
       a.errors.map((x) => AR.part("wrong", `parse error (${AR.visible(x.kind)})`, AR.h("pre", {}, AR.visible(x.message)))),
       a.answer !== null ? AR.part("policy", "answer", AR.h("pre", {}, AR.visible(a.answer))) : null,
       t.observation.messages.map((m) => {
-        const who = `environment, as ${AR.visible(m.role)}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens truncated` : ""}`;
+        const who = `environment, as ${AR.visible(m.role)}${t.observation.to ? `, to ${AR.visible(t.observation.to)}` : ""}${t.timings.env_s !== undefined ? `, ${AR.seconds(t.timings.env_s)}` : ""}${t.observation_cut_tokens ? `, ${t.observation_cut_tokens} tokens truncated` : ""}`;
         const again = a.results.some((r) => r.content === m.content || (r.parts && JSON.stringify(r.parts) === JSON.stringify(m.content)));
         return again ? AR.h("details", { class: "part env" }, AR.h("summary", { class: "who" }, `${who}: same as the result above`), AR.content(e, m)) : AR.part("env", who, AR.content(e, m));
       }),
@@ -271,7 +275,7 @@ AR.facts = function (e) {
   const sampled = e.segments.reduce((n, s) => n + s.mask.reduce((a, b) => a + b, 0), 0);
   const tokens = e.segments.reduce((n, s) => n + s.ids.length, 0);
   const replay = e.replay === null ? "identical" : e.replay === undefined || e.replay === "unknown" ? null : `${e.replay.cause}: ${e.replay.what}`;
-  const all = [["ended by", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["branch of", e.parent ? `${e.parent} at turn ${e.branch_turn}` : null], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
+  const all = [["ended by", e.stop_reason + (e.cause ? ` (${e.cause})` : "")], ["score", e.score], ...rewards, ["turns", e.turns.length], ["tokens", `${sampled} sampled of ${tokens}`], ["advantage", e.roles ? e.rows.map((r) => `${AR.visible(r.role)} ${AR.number(r.advantage)}`).join(", ") : AR.advantage(e)], ["step", e.step], ["split", e.split], ["group", e.group_index], ["branch of", e.parent ? `${e.parent} at turn ${e.branch_turn}` : null], ["time", e.timings.episode_s === undefined ? null : AR.seconds(e.timings.episode_s)], ["replay", replay], ["settings", e.config]];
   return AR.h("div", { class: "facts" }, all.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => AR.h("span", {}, `${k} `, AR.h("b", {}, AR.visible(AR.number(v))))));
 };
 

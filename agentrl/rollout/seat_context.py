@@ -1,0 +1,91 @@
+"""How the context of a seat grows between two of its turns, and the turns of a role that is played by text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agentrl.errors import ContractError, EnvFailure, boundary, shown
+from agentrl.render.context_policy import context_view, split_after_last_turn
+from agentrl.render.truncation import continue_context, is_long, open_segment
+from agentrl.rollout.seat import Reply, Seat
+from agentrl.rollout.turn import TurnDraft
+from agentrl.types import Action, StopReason
+
+_TEXT_ONLY = -1
+"""`Turn.segment` of a turn without tokens"""
+
+if TYPE_CHECKING:
+    from agentrl.rollout.episode import Episode
+
+
+async def extend_context(episode: Episode, draft: TurnDraft, seat: Seat) -> StopReason | None:
+    """Append what a turn's observation adds to the context of a role that has acted before."""
+    runner, renderer, limits, messages = (
+        episode.runner,
+        episode.runner.renderer,
+        episode.runner.limits,
+        draft.observation.messages,
+    )
+    role, last = seat.role, seat.last
+    assert last is not None, "a role that has a prompt was the next to act, and acted"
+    context_room = limits.context_length - episode.recorder.length(role)
+    budget_room = limits.max_response_tokens - episode.response_length()
+    reply, tools = renderer.message(last.action), episode.tool_schemas()
+    grown = (renderer, seat.conversation, reply, messages, episode.recorder.last_generated(last.index, role))
+    most = min(limits.context_length, seat.prompt_length + limits.max_response_tokens)
+    policy = runner.context_policy or getattr(episode.instance.env, "context_policy", None)
+    if policy is not None:
+        view = context_view(
+            *grown, first=seat.prompt_messages, length=episode.recorder.length(role), limit=most, tools=tools
+        )
+        rewritten = await (runner.rewrite_context or runner.call_context_policy)(policy, view)
+        draft.context = None if rewritten is None else tuple(rewritten)
+    if draft.context is not None:
+        before, newest_messages = split_after_last_turn(draft.context)
+        render = partial(open_segment, renderer, before, newest_messages, "the context policy", most - 1, tools)
+    else:
+        room = min(context_room, budget_room) - 1
+        render = partial(continue_context, *grown, max_tokens=room, max_segment_tokens=most - 1, tools=tools)
+    continuation = await asyncio.to_thread(render) if is_long(messages) else render()
+    if continuation is None:
+        return StopReason.CONTEXT_FULL if context_room < budget_room else StopReason.MAX_TOKENS
+    if continuation.new_segment is not None:
+        draft.info["new_segment"] = continuation.new_segment
+        episode.recorder.open(continuation.pieces, turn=draft.index, agent_id=role, images=continuation.images)
+    else:
+        episode.recorder.extend(continuation.pieces, turn=draft.index, agent_id=role, images=continuation.images)
+    if continuation.cut_tokens:
+        draft.observation = replace(draft.observation, messages=tuple(continuation.messages))
+        draft.observation_cut_tokens = continuation.cut_tokens
+    seat.conversation = continuation.conversation
+    return None
+
+
+async def speak(episode: Episode, reply: Reply) -> TurnDraft:
+    """The text of a role that no model of this run plays: its turn begins."""
+    episode.end_turn()
+    seat, index = episode.seat, len(episode.turns)
+    episode.activity, seed, started = f"the turn of {seat.role}", episode.turn_seed(index), time.perf_counter()
+    limit_s = episode.runner.env_class.timeout_s
+    with boundary(EnvFailure, f"player of {seat.role}"):
+        text = await episode.runner.pools.env.call(reply, list(seat.conversation), seed=seed, timeout_s=limit_s)
+    if not isinstance(text, str):
+        raise ContractError(f"the player of {seat.role} must return a text, found {type(text).__name__}: {shown(text)}")
+    seat.conversation.append({"role": "assistant", "content": text})
+    episode.draft = TurnDraft(
+        index=index,
+        segment=_TEXT_ONLY,
+        context_length=0,
+        context_crc=0,
+        seed=seed,
+        action=Action(text),
+        matched_stop=None,
+        timings={"generate_s": time.perf_counter() - started},
+        agent_id=seat.role,
+    )
+    episode.begin_turn(episode.draft)
+    return episode.draft
