@@ -1,5 +1,7 @@
 """The same ranks on a GPU: NCCL, fp32 and bf16, memory given back and taken again."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,78 @@ def test_attention_of_long_and_short_sequences_equals_plain_matrices(lengths):
     got_grads = kernel.backward(half[3], *half[:3], *got, s, 0.1)
     for g, w in zip((*got, *got_grads), (*want, *want_grads), strict=True):
         assert (g.float() - w).norm() <= 0.02 * w.norm()
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("groups", "repeats", "width"), [(8, 2, 128), (4, 7, 64), (1, 1, 256)])
+def test_heads_are_split_normalised_and_rotated_as_by_plain_torch(norm, groups, repeats, width):
+    from agentrl.train.megatron import triton_kernels
+
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    mixed, angles = draw(1001, groups, repeats + 2, width), draw(1001, width // 2).repeat(1, 2) * 100
+    weights = [1 + 0.1 * draw(width) for _ in range(2)]
+    grads = [draw(1001, n, width) for n in (groups * repeats, groups, groups)]
+
+    def plain(x, q_weight, k_weight):
+        q, k, v = x.split([repeats, 1, 1], 2)
+        parts = [q.flatten(1, 2), k[:, :, 0], v[:, :, 0]]
+        for i, weight in enumerate((q_weight, k_weight)):
+            y = torch.nn.functional.rms_norm(parts[i], (width,), weight, 1e-6) if norm else parts[i]
+            first, second = y.chunk(2, -1)
+            parts[i] = y * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]
+        return parts
+
+    def kernel(x, q_weight, k_weight):
+        chosen = (q_weight, k_weight) if norm else (None, None)
+        return triton_kernels.split_heads(x, *chosen, angles[:, None, None], 1e-6)
+
+    check_against_fp32(plain, kernel, [mixed, *(weights if norm else [])], grads, extra=[] if norm else weights)
+
+
+@pytest.mark.parametrize("shape", [(1001, 1, 2048), (77, 5120), (300, 3, 1536)])
+def test_the_norm_of_hidden_states_equals_plain_torchs(shape):
+    from agentrl.train.megatron import triton_kernels
+
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    inputs = [draw(*shape), 1 + 0.1 * draw(shape[-1])]
+    check_against_fp32(
+        lambda x, w: [torch.nn.functional.rms_norm(x, (shape[-1],), w, 1e-6)],
+        lambda x, w: [triton_kernels.rms_norm(x, w, 1e-6)],
+        inputs,
+        [draw(*shape)],
+    )
+
+
+def test_swiglu_equals_plain_torchs():
+    from agentrl.train.megatron import triton_kernels
+
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+    def plain(x):
+        gate, up = x.chunk(2, -1)
+        return [torch.nn.functional.silu(gate) * up]
+
+    check_against_fp32(plain, lambda x: [triton_kernels.swiglu(x)], [3 * draw(1001, 1, 6000)], [draw(1001, 1, 3000)])
+
+
+def check_against_fp32(plain, kernel, inputs, grads, extra=()):
+    """Outputs and gradients of a kernel in bf16 are within bf16's rounding of plain torch in fp32, in every tensor's largest value."""
+    results = []
+    for function, dtype in ((plain, torch.float32), (kernel, torch.bfloat16)):
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        outputs = list(function(*leaves, *(x.to(dtype) for x in extra)))
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, [g.bfloat16().to(dtype) for g in grads])])
+    for want, got in zip(*results, strict=True):
+        assert got.shape == want.shape
+        assert (got.float() - want).norm() <= 4e-3 * want.norm()
+        assert (got.float() - want).abs().max() <= 2e-2 * want.abs().max()
+
+
+def test_weight_gradients_are_added_in_the_matrix_product():
+    from agentrl.train.megatron.gpu_kernels import add_weight_gradient
+
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    inputs, grad, total = draw(512, 96).bfloat16(), draw(512, 64).bfloat16(), draw(64, 96)
+    want = total.double() + grad.double().t() @ inputs.double()
+    add_weight_gradient(inputs, grad, total)
+    assert (total - want).abs().max() < 1e-3

@@ -124,7 +124,7 @@ class LongSequences:
     """Long causal sequences one by one by one kernel, runs of other sequences by another.
 
     A long sequence is extended to a multiple of some length by whatever follows it in the packed tensor: no query sees what is after it. The
-    queries after its end have the gradient 0, and a log-sum-exp that makes their probabilities 0.
+    queries after its end have a log-sum-exp that makes their probabilities, and with them their part of every gradient, 0.
     """
 
     def __init__(self, others: Kernel, long: OneSequence, *, least: int = LONG, multiple: int = MULTIPLE) -> None:
@@ -156,8 +156,7 @@ class LongSequences:
         for a, b, run in self._runs(s):
             if run is None:
                 more = -(b - a) % self._multiple
-                q_part, k_part, v_part, out_part = (self._extended(x, a, b) for x in (q, k, v, out))
-                grad_part = pad(grad[a:b], (0, 0, 0, 0, 0, more)).transpose(0, 1)[None]
+                q_part, k_part, v_part, out_part, grad_part = (self._extended(x, a, b) for x in (q, k, v, out, grad))
                 lse_part = pad(lse[:, a:b], (0, more), value=torch.finfo(lse.dtype).max / 2)[None]
                 extended = self._long.causal_backward(grad_part, q_part, k_part, v_part, out_part, lse_part, scale)
                 dq, dk, dv = (x[0].transpose(0, 1)[: b - a] for x in extended)

@@ -1,18 +1,21 @@
 """Faster replacements of what megatron-core falls back to on a GPU without Transformer Engine and Apex.
 
 megatron's fallbacks for the gradient norm read each parameter's norm to the host one by one, scale gradients through a copy, rotate queries
-and keys in six kernels, and step torch's AdamW without its fused kernel. `install()` runs after megatron is imported and before a model is
-built; it changes nothing on a CPU, or where megatron found the kernels of the two packages.
+and keys in six kernels, add weight gradients in bf16 to those in fp32 by another kernel, and step torch's AdamW without its fused kernel.
+`install()` runs after megatron is imported and before a model is built; it changes nothing on a CPU, or where megatron found the kernels of the
+two packages. Norms, heads and SwiGLU in half precision are computed by triton_kernels.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -23,11 +26,71 @@ def install() -> None:
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import mlp
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm_of_all
         clip_grads.multi_tensor_scale_impl = scale_all
     rope_utils._apply_rotary_pos_emb_bshd = rotate
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
+        )
+        layers._grad_accum_fusion_available = True
+    if (kernels := triton_kernels()) is not None:
+        mlp.bias_swiglu_impl = partial(_swiglu, kernels, mlp.bias_swiglu_impl)
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """The module of Triton kernels; None without a GPU or Triton."""
+    if not (torch.cuda.is_available() and find_spec("triton")):
+        return None
+    from agentrl.train.megatron import triton_kernels
+
+    return triton_kernels
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor of the CPU. To a GPU from pinned memory, so that the host does not wait for what the GPU still computes."""
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm (Zhang & Sennrich 2019) over the last dimension."""
+    kernels = triton_kernels() if _in_half(x) else None
+    if kernels is None:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    y: Tensor = kernels.rms_norm(x, weight, eps)
+    return y
+
+
+def _swiglu(kernels: ModuleType, fallback: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    if bias is not None or any(rest) or not _in_half(x):
+        return fallback(x, bias, *rest)
+    y: Tensor = kernels.swiglu(x)
+    return y
+
+
+def _in_half(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def add_weight_gradient(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
+    """Add the gradient of a linear layer's weight to `total` in the matrix product itself; the arguments are those of Apex's wgrad_gemm_accum.
+
+    Args:
+        inputs: [tokens, in].
+        grad: [tokens, out], the gradient of the outputs.
+        total: [out, in], fp32 or the inputs' dtype.
+    """
+    if total.dtype == inputs.dtype:
+        total.addmm_(grad.t(), inputs)
+    else:
+        torch.addmm(total, grad.t(), inputs, out_dtype=total.dtype, out=total)
 
 
 def norm_of_all(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _per_tensor: bool) -> tuple[Tensor, None]:
@@ -108,7 +171,7 @@ def _rotate_neighbours(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotation(interleaved: bool) -> Callable[..., Tensor]:
     """The rotation as one kernel where Triton is there."""
     rotation = _rotate_neighbours if interleaved else _rotate_halves
-    if not (torch.cuda.is_available() and find_spec("triton")):
+    if triton_kernels() is None:
         return rotation
     compiled: Callable[..., Tensor] = torch.compile(rotation, dynamic=True)
     return compiled

@@ -18,6 +18,7 @@ from torch import Tensor
 from agentrl.train.attention_blocks import attention_calls
 from agentrl.train.base import OPTIONAL_INPUTS, Row
 from agentrl.train.batch_plan import padded_length
+from agentrl.train.megatron.gpu_kernels import to_device
 from agentrl.train.megatron.loss import TokenData
 from agentrl.train.megatron.tree_attention import AttentionPlan, attention_plan, context_ranges
 from agentrl.train.token_tree import Path, token_tree
@@ -84,7 +85,7 @@ def collate(
     places = np.flatnonzero(here >= 0)
 
     def tensor(array: Any, dtype: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype)), device)
 
     def packed(array: np.ndarray) -> Tensor:
         return tensor(np.pad(array, (0, length - used))[mine], np.int64)
@@ -131,7 +132,7 @@ def _token_data(
         return TokenData(weights=zero, advantages=zero, rollout_log_probs=zero)
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
 
     def flat(name: str) -> Tensor:
         return tensor(_gathered(rows, chosen, places, name).astype(np.float32))

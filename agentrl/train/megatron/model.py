@@ -220,7 +220,7 @@ def transformer_config(model: ModelConfig, settings: Settings, dtype: torch.dtyp
         "use_cpu_initialization": cpu,
         "bias_activation_fusion": not cpu,
         "bias_dropout_fusion": not cpu,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": not cpu,
         "deallocate_pipeline_outputs": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, even without experts
         "moe_router_bias_update_rate": 0.0,

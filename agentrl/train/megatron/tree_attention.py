@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from agentrl.train.attention_blocks import Call, Range
 from agentrl.train.megatron.attention_kernels import Kernel, Sequences, kernel_for
+from agentrl.train.megatron.gpu_kernels import to_device
 
 Place = slice | Tensor
 """Where some tokens are in a packed tensor: one range, or their indices"""
@@ -64,7 +65,9 @@ def attention_plan(calls: Sequence[Call], local: Sequence[Range], device: torch.
     for call in calls:
         queries, keys = [in_packed(b.queries) for b in call.blocks], [b.keys for b in call.blocks]
         lengths = [tuple(b - a for a, b in spans) for spans in (queries, keys)]
-        starts = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device) for x in lengths]
+        starts = [
+            to_device(torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32), device) for x in lengths
+        ]
         sequences = Sequences(
             causal=call.causal,
             query_lengths=lengths[0],
@@ -79,7 +82,7 @@ def attention_plan(calls: Sequence[Call], local: Sequence[Range], device: torch.
 def _place(spans: Sequence[Range], device: torch.device | str) -> Place:
     if all(a[1] == b[0] for a, b in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
-    return torch.cat([torch.arange(a, b) for a, b in spans]).to(device)
+    return to_device(torch.cat([torch.arange(a, b) for a, b in spans]), device)
 
 
 def tree_attention(
