@@ -12,11 +12,17 @@ from models import by_file_name, hf_log_probs, hf_loss, hf_model, make_model, ma
 from safetensors.torch import save_file
 from test_megatron import EVERYTHING, PP2, TP2, read, start
 
-from agentrl.errors import ConfigError, DataError
-from agentrl.train.base import LossConfig
+from agentrl.core.weights_fingerprint import fingerprint
+from agentrl.engine.base import SamplingParams, WeightsManifest
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.model import LocalModel
+from agentrl.errors import ConfigError, DataError, EngineFailure
+from agentrl.train.base import LossConfig, Row
 from agentrl.train.batch_plan import trainer_plan
 from agentrl.train.megatron.megatron_settings import check_trainer, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
+from agentrl.train.megatron.rank_pool import WrittenFile
+from agentrl.train.megatron.trainer import _name_files
 
 ranks = pytest.mark.usefixtures("reused_ranks")
 SP = {"sequence_parallel": True}
@@ -323,3 +329,107 @@ def test_a_checkpoint_of_experts_continues_bit_exactly_and_opens_on_one_rank(tmp
     one, two = read(tmp_path / "after"), read(tmp_path / "stepped")
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-3, msg=name)
+
+
+async def sampled_rows(engine, temperature=1.0):
+    """Generations of two prompts, four each, as rows: half of them are good."""
+    rows = []
+    for i in range(8):
+        prompt = [3, 5, 7, 11 + i % 2]
+        sampling = SamplingParams(12, temperature=temperature, ignore_eos=True, seed=i)
+        generation = await engine.generate(prompt, sampling, session=f"s{i}")
+        await engine.release(f"s{i}")
+        tokens = np.array([*prompt, *generation.ids], np.int32)
+        mask = np.array([0.0] * len(prompt) + [1.0] * len(generation.ids), np.float32)
+        log_probs = np.array([0.0] * len(prompt) + list(generation.log_probs), np.float32)
+        advantages = mask * (1 if i < 4 else -1)
+        heat = np.where(mask > 0, np.float32(temperature), np.float32(1)).astype(np.float32)
+        values = {"weights": mask / 96, "advantages": advantages, "rollout_log_probs": log_probs, "temperature": heat}
+        rows.append(Row(tokens=tokens, **values))
+    return rows
+
+
+async def grpo_step(model, folder, trainer):
+    """The engine's log-probs are the trainer's, before a step and, with the new weights, after it."""
+    engine = LocalEngine(model, threads=1)
+    try:
+        await engine.start()
+        rows = await sampled_rows(engine)
+        metrics = trainer.step(rows, LossConfig(), 5e-3)
+        assert metrics["grad_norm"] > 0
+        assert metrics["rollout_log_prob_diff_max"] < 1e-3
+        await engine.update_weights(trainer.export_weights(folder / "stepped"), 1)
+        again = await sampled_rows(engine)
+        for own, row in zip(trainer.log_probs(again, trained_only=True), again, strict=True):
+            np.testing.assert_allclose(own, row.rollout_log_probs, atol=1e-3)
+        before = np.concatenate([row.rollout_log_probs for row in rows])
+        assert np.abs(np.concatenate([row.rollout_log_probs for row in again]) - before).max() > 1e-2
+    finally:
+        await engine.close()
+
+
+@ranks
+@pytest.mark.slow
+async def test_a_grpo_step_with_the_local_engine(tmp_path):
+    for family in MODELS:
+        model = make(tmp_path / family, family)
+        with start(model, tmp_path) as trainer:
+            await grpo_step(model, tmp_path / family, trainer)
+
+
+def test_an_engine_that_lacks_an_expert_changes_nothing(tmp_path):
+    """The experts of a layer are one tensor in transformers' memory and several in a folder."""
+    model = make(tmp_path / "model", "qwen3_moe")
+    engine = LocalModel(model, dtype=torch.float32, device=torch.device("cpu"))
+    new = {name: tensor + 1 for name, tensor in read(model).items()}
+    lost = "model.layers.0.mlp.experts.3.up_proj.weight"
+    (tmp_path / "new").mkdir()
+    for tensors, fault in (({n: t for n, t in new.items() if n != lost}, f"{lost}: missing"), (new, None)):
+        save_file(tensors, tmp_path / "new/model.safetensors")
+        weights = WeightsManifest(tmp_path / "new", fingerprint(tmp_path / "new"))
+        if fault:
+            with pytest.raises(EngineFailure, match=fault):
+                engine.update(weights)
+        else:
+            engine.update(weights)
+        joined = engine.model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
+        gate_up = [torch.cat([read(model)[lost.replace("3.up", f"{i}.{x}")] for x in ("gate", "up")]) for i in range(8)]
+        assert torch.equal(joined, torch.stack(gate_up) + (0 if fault else 1))
+
+
+def test_the_files_of_all_ranks_get_the_names_and_the_index_of_transformers(tmp_path):
+    """Two ranks have written."""
+    files = [
+        WrittenFile("stage000-00000.safetensors", ["a", "b"], 8),
+        WrittenFile("stage001-00000.safetensors", ["c"], 4),
+    ]
+    for file in files:
+        save_file({name: torch.ones(1) for name in file.tensors}, tmp_path / file.name)
+    _name_files(tmp_path, files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index == {
+        "metadata": {"total_size": 12},
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00001-of-00002.safetensors",
+            "c": "model-00002-of-00002.safetensors",
+        },
+    }
+    assert read(tmp_path).keys() == {"a", "b", "c"}
+
+
+def test_a_rank_writes_files_of_bounded_size(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from agentrl.train.megatron import rank as module
+
+    tensors = {name: torch.full((n,), float(n)) for name, n in {"a": 4, "b": 4, "c": 1, "d": 20, "e": 2}.items()}
+    monkeypatch.setattr(module, "gather", lambda *_, **__: iter(tensors.items()))
+    monkeypatch.setattr(module, "SHARD_BYTES", 36)
+    rank = module.TrainerRank.__new__(module.TrainerRank)
+    groups = SimpleNamespace(any_copy=True, dense_copy=True)
+    rank.built, rank.tensor_rank = SimpleNamespace(groups=groups, model=None, layout=None), 0
+    rank.info = SimpleNamespace(pipeline_rank=0)
+    files = rank._write(tmp_path, lambda p: p)
+    assert [(f.tensors, f.bytes) for f in files] == [(["a", "b", "c"], 36), (["d"], 80), (["e"], 8)]
+    assert {n: t.tolist() for n, t in read(tmp_path).items()} == {n: t.tolist() for n, t in tensors.items()}

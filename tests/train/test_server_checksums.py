@@ -139,3 +139,22 @@ def test_against_the_kernel_of_sglang(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == mixed(*(torch.from_numpy(content[:n].copy()) for n in sizes))
+
+
+def test_the_experts_of_a_layer_are_two_parameters_in_their_order():
+    """SGLang: gate and up of expert 0, of expert 1 …, and the down matrices; tensors may come in any order."""
+    prefix = "model.layers.1.mlp.experts"
+    parts = [(i, part, torch.randn(2, 3)) for part in ("up", "gate", "down") for i in (1, 0, 2)]
+    tensors = [(f"{prefix}.{i}.{part}_proj.weight", t) for i, part, t in parts]
+    joined = [t for i in range(3) for name in ("gate", "up") for j, part, t in parts if (i, name) == (j, part)]
+    down = [t for i in range(3) for j, part, t in parts if (i, "down") == (j, part)]
+    assert server_checksums(tensors, 64, "sha256", experts=3) == {
+        f"{prefix}.w13_weight": module.sha256(joined),
+        f"{prefix}.w2_weight": module.sha256(down),
+    }
+
+
+def test_gate_and_up_that_are_one_tensor_already_are_one_parameter():
+    tensor = torch.randn(4, 3)
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    assert server_checksums([(name, tensor)], 64, "sha256") == {name: module.sha256([tensor])}

@@ -123,7 +123,7 @@ class LocalModel:
         Raises:
             EngineFailure: names or shapes differ.
         """
-        own = self.model.state_dict()
+        own = _separate_experts(self.model.state_dict())
         tied: dict[tuple[int, tuple[int, ...]], list[str]] = defaultdict(list)
         for name, tensor in own.items():
             tied[tensor.data_ptr(), tuple(tensor.shape)].append(name)
@@ -142,6 +142,21 @@ class LocalModel:
             pairs.append((target, source))
         refuse_weights(path, faults)
         return pairs
+
+
+def _separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names in a model folder: transformers joins the experts of a layer in memory."""
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        if prefix.endswith(".experts") and part in ("gate_up_proj", "down_proj"):
+            for i, expert in enumerate(tensor):
+                parts = {"gate_proj": expert.chunk(2)[0], "up_proj": expert.chunk(2)[1]}
+                for module, view in (parts if part == "gate_up_proj" else {part: expert}).items():
+                    separate[f"{prefix}.{i}.{module}.weight"] = view
+        else:
+            separate[name] = tensor
+    return separate
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -105,6 +105,8 @@ class Built:
     """One rank's part of the model, with its optimizer."""
 
     config: TransformerConfig
+    family: str
+    """model_type in config.json"""
     layout: WeightLayout
     groups: Groups
     wrapped: DistributedDataParallel
@@ -184,6 +186,7 @@ def build(
     config.no_sync_func = wrapped.no_sync
     return Built(
         config=config,
+        family=model_config.family,
         layout=layout,
         groups=groups,
         wrapped=wrapped,

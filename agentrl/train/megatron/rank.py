@@ -31,10 +31,12 @@ from agentrl.train.megatron.model import DTYPES, build, unwrapped
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.offload import Offloader
 from agentrl.train.megatron.profile import profiled
-from agentrl.train.megatron.rank_pool import RankInfo, RankSetup
+from agentrl.train.megatron.rank_pool import RankInfo, RankSetup, WrittenFile
 
 Share = tuple[Sequence[Row], Sequence[Sequence[int]]]
 """rows of this data-parallel rank, and the indices of the rows of each micro-batch"""
+SHARD_BYTES = 5 << 30
+"""most bytes of an exported file; a larger tensor has a file to itself"""
 GPU_MULTIPLE = 16
 """Lengths are padded to a multiple of this on a GPU, which fast kernels require."""
 
@@ -140,8 +142,8 @@ class TrainerRank:
         wrapped.zero_grad_buffer()
         return totals
 
-    def export(self, path: Path) -> dict[str, Any] | None:
-        """Write this stage's weights; file name, tensor names and bytes on the rank that wrote."""
+    def export(self, path: Path) -> list[WrittenFile] | None:
+        """Write this stage's weights; the files on the rank that wrote."""
         self._sync_params()
         return self._write(path, lambda p: p.data)
 
@@ -253,19 +255,31 @@ class TrainerRank:
         if self.built.wrapped.ddp_config.overlap_param_gather:
             self.built.wrapped.start_param_sync(force_sync=True)
 
-    def _write(self, path: Path, value: Callable[[Any], Tensor], *, buffers: bool = True) -> dict[str, Any] | None:
-        """Write `value(parameter)` of this stage's parameters under Hugging Face names."""
+    def _write(self, path: Path, value: Callable[[Any], Tensor], *, buffers: bool = True) -> list[WrittenFile] | None:
+        """Write `value(parameter)` of this stage's parameters under Hugging Face names, in files of at most SHARD_BYTES."""
         groups = self.built.groups
         if not groups.any_copy:
             return None
         writes = groups.dense_copy and self.tensor_rank == 0
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
+        files: list[WrittenFile] = []
+        size = 0
+
+        def flush() -> None:
+            name = f"stage{self.info.pipeline_rank:03d}-{len(files):05d}.safetensors"
+            save_file(tensors, path / name, metadata={"format": "pt"})
+            files.append(WrittenFile(name, list(tensors), size))
+            tensors.clear()
+
         for name, tensor in gather(self.built.model, self.built.layout, groups, value, buffers=buffers):
             if writes:
+                if tensors and size + tensor.nbytes > SHARD_BYTES:
+                    flush()
+                    size = 0
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
+                size += tensor.nbytes
         if not writes:
             return None
-        stage, stages = self.info.pipeline_rank, parallel_state.get_pipeline_model_parallel_world_size()
-        file = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        return {"file": file, "names": list(tensors), "bytes": sum(t.nbytes for t in tensors.values())}
+        if tensors:
+            flush()
+        return files

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from agentrl.errors import WorkerError
 
@@ -70,6 +70,14 @@ class RankInfo:
     """the tokens of a micro-batch are padded to a multiple of this"""
     device: str = ""
     """name of the GPU; empty: a CPU"""
+
+
+class WrittenFile(NamedTuple):
+    """A file of tensors that a rank has written."""
+
+    name: str
+    tensors: list[str]
+    bytes: int
 
 
 class RankPool:

@@ -23,7 +23,7 @@ from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.checkpoint_model import require_model, write_model
 from agentrl.train.megatron.megatron_settings import check_tree, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
-from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup
+from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup, WrittenFile
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics
 from agentrl.train.megatron.throughput import mfu, plan_work, row_work
 
@@ -178,14 +178,9 @@ class MegatronTrainer:
     def export_weights(self, path: Path) -> WeightsManifest:
         """See `Trainer.export_weights`. transformers' from_pretrained can read the folder."""
         with new_folder(path) as folder:
-            files = [f for f in self._request("export", path=folder) if f is not None]
+            files = [file for rank in self._request("export", path=folder) for file in rank or ()]
             _copy_model_files(self.model, folder, self.dtype)
-            if len(files) > 1:
-                index = {
-                    "metadata": {"total_size": sum(f["bytes"] for f in files)},
-                    "weight_map": {name: f["file"] for f in files for name in f["names"]},
-                }
-                (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            _name_files(folder, files)
             digest = fingerprint(folder)
         return WeightsManifest(path, digest)
 
@@ -325,6 +320,20 @@ def _check_loss(rows: Sequence[Row], loss: LossConfig) -> None:
             raise InvariantError(
                 f"the {loss.kind} loss needs {name} (kl_loss_coef {loss.kl_loss_coef}), but no row has them"
             )
+
+
+def _name_files(folder: Path, files: Sequence[WrittenFile]) -> None:
+    """Give the files of all ranks the names that transformers gives them, with an index if they are several."""
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        index = {
+            "metadata": {"total_size": sum(file.bytes for file in files)},
+            "weight_map": {tensor: name for file, name in zip(files, names, strict=True) for tensor in file.tensors},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for file, name in zip(files, names, strict=True):
+        (folder / file.name).rename(folder / name)
 
 
 def _copy_model_files(source: Path, target: Path, dtype: str) -> None:

@@ -17,7 +17,7 @@ from agentrl.train.base import DeliveryReport, Receiver
 from agentrl.train.megatron.delivery.broadcast_group import BroadcastGroup
 from agentrl.train.megatron.delivery.buckets import buckets, serialise
 from agentrl.train.megatron.delivery.request_queue import RequestQueue
-from agentrl.train.megatron.delivery.server_checksums import server_checksums
+from agentrl.train.megatron.delivery.server_checksums import COMPARABLE, server_checksums
 from agentrl.train.megatron.hf_weights import gather_views
 from agentrl.train.megatron.model import Built
 
@@ -42,11 +42,11 @@ class Sender:
         return gather_views(self.built.model, self.built.layout, self.built.groups, lambda p: p.data)
 
     def checksums(self, kind: str) -> dict[str, str] | None:
-        """A checksum (see server_checksums.py) of every parameter, under the server's names."""
-        if not self.gathers:
-            return None
+        """A checksum (see server_checksums.py) of every parameter, under the server's names; none of a family that cannot be compared."""
+        if not self.gathers or self.built.family not in COMPARABLE:
+            return {} if self.sends else None
         tensors = ((name, tensor.reshape(shape)) for name, tensor, shape in self._weights())
-        sums = server_checksums(tensors, self.built.layout.vocab_size, kind)
+        sums = server_checksums(tensors, self.built.layout.vocab_size, kind, self.built.config.num_moe_experts or 0)
         return sums if self.sends else None
 
     def tensors(self, receivers: Sequence[Receiver], bucket_bytes: int, timeout_s: float) -> DeliveryReport | None:

@@ -1,6 +1,7 @@
 """Checksums of the weights as SGLang reports them (/weights_checker), so that both sides of a sync are compared parameter by parameter.
 
-SGLang joins q, k and v, and gate and up, and pads the vocabulary with zeros to a multiple of 64. Of a parameter's bytes it computes on a CPU
+SGLang joins q, k and v, gate and up, and the experts of a layer, and pads the vocabulary with zeros to a multiple of 64. Of a parameter's
+bytes it computes on a CPU
 ("sha256") the first eight bytes of the SHA-256, and on a GPU ("mix", 0.5.17 to 0.5.23) this:
 
     bytes -> 32-bit words w_i in tiles of 8192
@@ -16,6 +17,7 @@ small change of a tensor can stay below the limit of their difference.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -35,22 +37,28 @@ _JOINED = {
     "up_proj": ("gate_up_proj", 1),
 }
 _PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+COMPARABLE = ("llama", "qwen2", "qwen3")
+"""Families whose parameters are known to be as above in SGLang. Of others it may rearrange some; only log-probs verify them."""
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
 
 
 @torch.no_grad()
-def server_checksums(tensors: Iterable[tuple[str, Tensor]], vocab_size: int, kind: str) -> dict[str, str]:
-    """The checksum of each server parameter, by the server's name. `tensors`: Hugging Face (name, tensor) in any order."""
+def server_checksums(
+    tensors: Iterable[tuple[str, Tensor]], vocab_size: int, kind: str, experts: int = 0
+) -> dict[str, str]:
+    """The checksum of each server parameter, by the server's name. `tensors`: Hugging Face (name, tensor) in any order; `experts`: of a layer.
+
+    The parts of a parameter are kept until it is complete, those of a mixture of experts thus until all experts of a layer are there.
+    """
     incomplete: dict[str, dict[int, Tensor]] = {}
     sums: dict[str, str | Tensor] = {}
     for name, tensor in tensors:
-        *prefix, module, leaf = name.split(".")
-        joined, place = _JOINED.get(module, (module, 0))
-        target = ".".join([*prefix, joined, leaf])
+        target, place, count = _server_parameter(name, experts)
         parts = incomplete.setdefault(target, {})
         parts[place] = tensor
-        if len(parts) < _PARTS.get(joined, 1):
+        if len(parts) < count:
             continue
         ordered = [parts[i] for i in sorted(parts)]
         if padding := -vocab_size % _VOCABULARY_MULTIPLE if name in _VOCABULARY else 0:
@@ -58,6 +66,20 @@ def server_checksums(tensors: Iterable[tuple[str, Tensor]], vocab_size: int, kin
         sums[target] = sha256(ordered) if kind == "sha256" else mixed_words(ordered)
         del incomplete[target]
     return {name: s if isinstance(s, str) else finish(int(s)) for name, s in sums.items()}
+
+
+def _server_parameter(name: str, experts: int) -> tuple[str, int, int]:
+    """The server's name of the parameter that a tensor is part of, its place in it, and the number of parts."""
+    if match := _EXPERT.fullmatch(name):
+        prefix, number, part = match[1], int(match[2]), match[3]
+        if part == "down":
+            return f"{prefix}.w2_weight", number, experts
+        return f"{prefix}.w13_weight", 2 * number + (part == "up"), 2 * experts
+    *prefixes, module, leaf = name.split(".")
+    if module not in _JOINED:
+        return name, 0, 1
+    joined, place = _JOINED[module]
+    return ".".join([*prefixes, joined, leaf]), place, _PARTS[joined]
 
 
 def sha256(parts: Sequence[Tensor]) -> str:
