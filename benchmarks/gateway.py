@@ -5,7 +5,8 @@
 The clients run in a process of their own, whose time is not counted. Each plays a tool loop of chat completions: a turn adds a call and a result
 of 400 characters. The proxy is an aiohttp server and an aiohttp client in one process; what it forwards to answers with as many bytes as the
 gateway does. The gateway parses, matches, renders and records; its engine returns a fixed generation in the same process, so that the cost
-of a request to an engine (benchmarks/overhead) is not in its figure.
+of a request to an engine (benchmarks/overhead) is not in its figure. Rounds of both alternate while `--sessions` other sessions are open; the
+figures are medians, the ratio that of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from agentrl.render import Tokenizer, make_renderer
 from agentrl.reward import Scorer
 from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import Episode, EpisodeRunner, Limits
+from agentrl.rollout.rollout import infrequent_gc
 from agentrl.types import EpisodeSpec, FinishReason, Task
 
 ROOT = Path(__file__).parents[1]
@@ -179,26 +182,38 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     proxy_url = await proxy(await asyncio.to_thread(pipe.recv), http)
     runner, server = make_runner(), GatewayServer()
     await server.start()
-    sessions = await memory(pipe, server, runner, args)  # first, while no memory is free to be used again
+    held, sessions = await memory(pipe, server, runner, args)  # first, while no memory is free to be used again
     proxied, gateway = [], []
-    for _ in range(args.rounds):
-        keys = ["k"] * args.concurrent
-        proxied.append((await cpu_per_turn(pipe, proxy_url, keys, args.turns))[0])
-        opened = open_sessions(server, runner, args.concurrent)
-        gateway.append((await cpu_per_turn(pipe, server.url, [k for k, _ in opened], args.turns))[0])
-        assert all(len(s.recorder.drafts) == args.turns for _, s in opened)
-        for key, session in opened:
-            server.unregister(key)
-            await session.seal()
-    result = {"gateway_ms": min(gateway), "proxy_ms": min(proxied), "ratio": min(gateway) / min(proxied)}
+    with infrequent_gc:  # as while a rollout runs
+        for _ in range(args.rounds):
+            keys = ["k"] * args.concurrent
+            proxied.append((await cpu_per_turn(pipe, proxy_url, keys, args.turns))[0])
+            opened = open_sessions(server, runner, args.concurrent)
+            gateway.append((await cpu_per_turn(pipe, server.url, [k for k, _ in opened], args.turns))[0])
+            assert all(len(s.recorder.drafts) == args.turns for _, s in opened)
+            await close_sessions(server, opened)
+    await close_sessions(server, held)
+    result = {
+        "gateway_ms": statistics.median(gateway),
+        "proxy_ms": statistics.median(proxied),
+        "ratio": statistics.median(g / p for g, p in zip(gateway, proxied, strict=True)),
+    }
     pipe.send(None)
     await http.close()
     await server.close()
     return result | sessions
 
 
-async def memory(pipe: Any, server: GatewayServer, runner: EpisodeRunner, args: argparse.Namespace) -> dict[str, float]:
-    """Kilobytes of a session that is open, and of one that has played its turns (the first thousand play)."""
+async def close_sessions(server: GatewayServer, opened: list[tuple[str, GatewaySession]]) -> None:
+    for key, session in opened:
+        server.unregister(key)
+        await session.seal()
+
+
+async def memory(
+    pipe: Any, server: GatewayServer, runner: EpisodeRunner, args: argparse.Namespace
+) -> tuple[list[tuple[str, GatewaySession]], dict[str, float]]:
+    """Sessions, which stay open, and kilobytes of one that is open and of one that has played its turns (the first thousand play)."""
     process = psutil.Process()
     gc.collect()
     before = process.memory_info().rss
@@ -208,14 +223,11 @@ async def memory(pipe: Any, server: GatewayServer, runner: EpisodeRunner, args: 
     for first in range(0, len(keys), args.concurrent):
         await cpu_per_turn(pipe, server.url, keys[first : first + args.concurrent], args.turns)
     played = process.memory_info().rss
-    for key, session in opened:
-        server.unregister(key)
-        await session.seal()
     per_session = {
         "kb_per_open_session": (idle - before) / args.sessions,
         "kb_per_played_session": (played - idle) / len(keys),
     }
-    return {"sessions": args.sessions, **{k: v / 1024 for k, v in per_session.items()}}
+    return opened, {"sessions": args.sessions, **{k: v / 1024 for k, v in per_session.items()}}
 
 
 def main() -> None:

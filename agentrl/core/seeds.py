@@ -12,10 +12,9 @@ import hashlib
 
 def derive_seed(run_seed: int, *path: int | str) -> int:
     """Return a 63-bit seed for a place in the run. Any change of any part gives an unrelated seed."""
-    text = "/".join([_part(p) for p in (run_seed, *path)])
+    text = f"{int(run_seed)}"
+    for (
+        part
+    ) in path:  # a str with its length first, so that different paths differ ('a', 'b/c' and 'a/b', 'c'; 1 and '1')
+        text += f"/{len(part)}:{part}" if isinstance(part, str) else f"/{int(part)}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
-
-
-def _part(part: int | str) -> str:
-    """Encode an int as its digits and a str with its length first, so that different paths differ ('a', 'b/c' and 'a/b', 'c'; 1 and '1')."""
-    return f"{len(part)}:{part}" if isinstance(part, str) else str(int(part))

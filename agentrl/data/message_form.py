@@ -22,22 +22,23 @@ _OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observ
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def normal_messages(value: Any, *, arrow: bool = False) -> tuple[Message, ...]:
+def normal_messages(value: Any, *, arrow: bool = False, before: Sequence[Message] = ()) -> tuple[Message, ...]:
     """Return the messages of a data row in the normal form.
 
     Args:
         value: A list of messages with `role` and `content`, or with ShareGPT's `from` and `value`.
         arrow: The row was read from Parquet or Arrow, which fill the missing keys of every object with null, those of arguments too.
+        before: The messages before these, in the normal form; they are not returned.
 
     Raises:
         DataError: the value is not a conversation; the message says where.
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"expected a list of messages with role and content, found {_found(value)}")
-    messages: list[Message] = []
-    calls: list[dict[str, Any]] = []
+    messages = list(before)
+    calls: list[dict[str, Any]] = [call for message in before for call in message.get("tool_calls", ())]
     """the calls so far, in order"""
-    for number, item in enumerate(value):
+    for number, item in enumerate(value, len(before)):
         try:
             message = _message(item, len(calls), arrow)
             if message["role"] == "tool":
@@ -46,7 +47,7 @@ def normal_messages(value: Any, *, arrow: bool = False) -> tuple[Message, ...]:
             raise DataError(f"message {number}: {e}") from e
         calls += message.get("tool_calls", ())
         messages.append(message)
-    return tuple(messages)
+    return tuple(messages[len(before) :])
 
 
 def normal_tools(value: Any, *, arrow: bool = False) -> list[dict[str, Any]]:
@@ -187,13 +188,13 @@ def _call(call: Any, where: str, number: int, arrow: bool) -> dict[str, Any]:
 def _name_result(message: Message, calls: Sequence[Mapping[str, Any]], earlier: Sequence[Message]) -> None:
     """Complete a tool's message by the call that it answers: by its id, else by its name, else the first call without an answer."""
     call_id, name = message.get("tool_call_id"), message.get("name")
-    answered = {m.get("tool_call_id") for m in earlier if m["role"] == "tool"}
     if call_id is not None:
         matches = [c for c in calls if c["id"] == call_id]
         if calls and not matches:
             raise DataError(f"tool_call_id {call_id!r:.60} is not the id of an earlier call")
         matches = matches[-1:]
     else:
+        answered = {m.get("tool_call_id") for m in earlier if m["role"] == "tool"}
         open_calls = [c for c in calls if c["id"] not in answered]
         matches = [c for c in open_calls if name in (None, c["function"]["name"])]
         if open_calls and not matches:
@@ -205,13 +206,16 @@ def _name_result(message: Message, calls: Sequence[Mapping[str, Any]], earlier: 
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is text that is not JSON: {e}: {text!r:.60}") from e
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _found(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.gateway.known_requests import KnownRequests
 from agentrl.gateway.openai_chat import arguments_text
 from agentrl.gateway.protocol import (
     Event,
@@ -46,7 +47,7 @@ _TYPES = {
 }
 
 
-def read(body: Mapping[str, Any]) -> ModelRequest:
+def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
     """A request body. Raises RequestError where it asks for what is not served."""
     check_fields(body, _SERVED, _NEUTRAL)
     choice = body.get("tool_choice") or {}
@@ -54,10 +55,12 @@ def read(body: Mapping[str, Any]) -> ModelRequest:
         raise RequestError(400, f"tool_choice must be an object, found {choice!r:.60}")
     forced = {"tool_choice": choice} if choice.get("type", "auto") not in ("auto", "none") else {}
     allowed = 0 if choice.get("type") == "none" else 1 if choice.get("disable_parallel_tool_use") is True else None
+    conversation = read_messages([*_system(body.get("system")), *_conversation(body.get("messages"))], known)
     return ModelRequest(
         protocol="messages",
         model=read_model(body),
-        messages=read_messages([*_system(body.get("system")), *_conversation(body.get("messages"))]),
+        messages=conversation.messages,
+        keys=conversation.keys,
         tools=read_tools([_tool(t) for t in body.get("tools") or ()]),
         max_tokens=read_number(body, "max_tokens", None),
         stop=read_stop(body.get("stop_sequences"), "stop_sequences"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NamedTuple
 
 from agentrl.gateway.message_match import message_key, tools_key
@@ -95,11 +96,20 @@ class ConversationTree:
         """generations by the key of their message alone"""
         self._shown: dict[bytes, GeneratedTurn] = {}
         """generations by `Node.without_system`"""
+        self._last_tools: tuple[Sequence[Mapping[str, Any]], bytes] = (), b""
+        """those of the last request, which most others have, and their key"""
 
-    def match(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Match:
-        """The longest conversation up to a generation with which the messages begin, or why there is none."""
-        keys = [message_key(m) for m in messages]
-        of_tools = tools_key(tools)
+    def match(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], known_keys: Sequence[bytes] = ()
+    ) -> Match:
+        """The longest conversation up to a generation with which the messages begin, or why there is none.
+
+        `known_keys`: the key of each message; empty: they are computed.
+        """
+        keys = list(known_keys) or [message_key(m) for m in messages]
+        if tools is not self._last_tools[0]:
+            self._last_tools = tools, tools_key(tools)
+        of_tools = self._last_tools[1]
         root = self._roots.setdefault(of_tools, Node({}))
         agent_id = self._agent(messages, keys)
         node, count = self._deepest(root, messages, keys)
@@ -141,9 +151,14 @@ class ConversationTree:
         """The last generation on a path of these messages; of equal texts the one whose call ids the client kept, then the newest."""
         level, best, count = [root], None, 0
         for number, key in enumerate(keys):
-            level = [child for node in level for child in node.children.get(key, ())]
+            children = [node.children.get(key, []) for node in level]
+            level = children[0] if len(children) == 1 else list(chain.from_iterable(children))
             if not level:
                 break
+            if len(level) == 1:
+                if level[0].turn is not None:
+                    best, count = level[0], number + 1
+                continue
             generated = [n for n in level if n.turn is not None]
             if generated:
                 ids = _call_ids(messages[number])

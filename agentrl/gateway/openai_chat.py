@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.gateway.known_requests import KnownRequests
 from agentrl.gateway.protocol import (
     MAX_CHOICES,
     Event,
@@ -48,20 +49,21 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "invalid_request_error", 503: "server_error"}
 
 
-def read(body: Mapping[str, Any]) -> ModelRequest:
+def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
     """A request body. Raises RequestError where it asks for what is not served."""
     check_fields(body, _SERVED, _NEUTRAL)
     n = read_number(body, "n", 1) or 1
     if n > MAX_CHOICES:
         raise RequestError(400, f"n must be at most {MAX_CHOICES}, found {n}")
-    tools = read_tools(body.get("tools"))
     limit = read_number(body, "max_completion_tokens", read_number(body, "max_tokens", None))
     options = body.get("stream_options")
+    conversation = read_messages(body.get("messages"), known)
     return ModelRequest(
         protocol="chat",
         model=read_model(body),
-        messages=read_messages(body.get("messages")),
-        tools=tools,
+        messages=conversation.messages,
+        keys=conversation.keys,
+        tools=read_tools(body.get("tools")),
         max_tokens=limit,
         stop=read_stop(body.get("stop"), "stop"),
         n=n,

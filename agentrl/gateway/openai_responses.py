@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.gateway.known_requests import KnownRequests
 from agentrl.gateway.openai_chat import arguments_text, error, read_overridden, read_tool_choice
 from agentrl.gateway.protocol import (
     Event,
@@ -43,15 +44,17 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def read(body: Mapping[str, Any]) -> ModelRequest:
+def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
     """A request body. Raises RequestError where it asks for what is not served."""
     check_fields(body, _SERVED, _NEUTRAL)
     instructions = body.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
+    conversation = read_messages([*system, *_conversation(body.get("input"))], known)
     return ModelRequest(
         protocol="responses",
         model=read_model(body),
-        messages=read_messages([*system, *_conversation(body.get("input"))]),
+        messages=conversation.messages,
+        keys=conversation.keys,
         tools=read_tools(body.get("tools")),
         max_tokens=read_number(body, "max_output_tokens", None),
         stream=body.get("stream") is True,

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from agentrl.data.message_form import normal_messages, normal_tools
 from agentrl.errors import DataError
+from agentrl.gateway.known_requests import Conversation, KnownRequests, known_tools
 from agentrl.types import Message, ToolCall
 
-_MESSAGE_KEYS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MAX_CHOICES = 64
 """largest `n` of one request"""
 
@@ -39,6 +37,8 @@ class ModelRequest:
     model: str
     messages: list[Message]
     """in the normal form of agentrl.data.message_form; the role developer is written system"""
+    keys: Sequence[bytes] = ()
+    """`message_key` of each message; empty: not known, since there are images, which must be loaded"""
     tools: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int | None = None
     """the client's own limit on sampled tokens; None: none"""
@@ -82,8 +82,8 @@ class Protocol(NamedTuple):
     """How one protocol is read and written."""
 
     name: str
-    read: Callable[[Mapping[str, Any]], ModelRequest]
-    """a JSON body to a request; raises RequestError"""
+    read: Callable[[Mapping[str, Any], KnownRequests], ModelRequest]
+    """a JSON body to a request, given what the session's earlier ones contained; raises RequestError"""
     write: Callable[[ModelRequest, Sequence[Reply]], dict[str, Any]]
     """the answer to a request"""
     events: Callable[[ModelRequest, Sequence[Reply]], Iterator[Event]]
@@ -94,16 +94,14 @@ class Protocol(NamedTuple):
     """sent while a stream waits for its generation"""
 
 
-def read_messages(value: Any) -> list[Message]:
+def read_messages(value: Any, known: KnownRequests) -> Conversation:
     """The messages of a request in the normal form, without keys that no template reads.
 
     Raises:
         RequestError: they are not a conversation.
     """
-    if isinstance(value, list):
-        value = [_known_keys(m) if isinstance(m, dict) else m for m in value]
     try:
-        return list(normal_messages(value))
+        return known.messages(value)
     except DataError as e:
         raise RequestError(400, f"messages: {e}") from e
 
@@ -114,20 +112,10 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     Raises:
         RequestError: one of them is not a function.
     """
-    for tool in value if isinstance(value, list) else ():
-        if isinstance(tool, dict) and tool.get("type", "function") not in ("function", "custom"):
-            raise RequestError(
-                400, f"tools of type {tool['type']!r:.60} are not served; declare functions, which the agent executes"
-            )
     try:
-        tools = normal_tools(value)
+        return known_tools(value)
     except DataError as e:
         raise RequestError(400, str(e)) from e
-    keep = ("name", "description", "parameters")
-    return [
-        {"type": "function", "function": {k: t["function"][k] for k in keep if t["function"].get(k) is not None}}
-        for t in tools
-    ]
 
 
 def check_fields(body: Mapping[str, Any], served: frozenset[str], neutral: Mapping[str, Sequence[Any]]) -> None:
@@ -187,26 +175,3 @@ def read_model(body: Mapping[str, Any]) -> str:
     if not isinstance(model, str) or not model:
         raise RequestError(400, f"model must be the name of a model, found {model!r:.60}")
     return model
-
-
-def _known_keys(message: Mapping[str, Any]) -> Message:
-    kept = {k: v for k, v in message.items() if k in _MESSAGE_KEYS}
-    for key in _REASONING_KEYS:
-        if isinstance(message.get(key), str):
-            kept[key] = message[key]
-    if kept.get("role") == "developer":
-        kept["role"] = "system"
-    if isinstance(kept.get("content"), list):
-        kept["content"] = [_known_part(p) for p in kept["content"]]
-    if kept.get("role") == "assistant" and kept.get("content") is None and not kept.get("tool_calls"):
-        kept["content"] = ""
-    return kept
-
-
-def _known_part(part: Any) -> Any:
-    """A part of a content without cache markers; a refusal is text."""
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
-    return {k: v for k, v in part.items() if k not in ("cache_control", "annotations", "logprobs", "citations")}

@@ -11,7 +11,8 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -36,6 +37,8 @@ WRITE_TIMEOUT_S = 60.0
 """time in which a client must take an answer"""
 KEEP_ALIVE_S = 10.0
 """after this time without a generation a stream begins, and sends a sign of life each time"""
+_SMALL_ANSWER = 1 << 14
+"""bytes; asyncio's connections buffer four times as many before a writer has to wait"""
 _MAX_ENDED = 1 << 16
 """keys of ended episodes that are remembered"""
 _JSON = {"Content-Type": "application/json"}
@@ -145,7 +148,7 @@ class GatewayServer:
                 known = ", ".join(f"/v1{p}" for p in ROUTES)
                 raise RequestError(404, f"{request.method} {path:.80} is not served; known: {known}", "not_found")
             body = await _read_body(request)
-            asked = _parse(body, protocol)
+            asked = _parse(body, protocol, session)
             if route.counts:
                 session.check_model(asked.model)
                 return _response({"input_tokens": session.count_tokens(asked)})
@@ -177,7 +180,7 @@ class GatewayServer:
             return await _stream(request, protocol, asked, exchange)
         response = _response(protocol.write(asked, await _replies(exchange)))
         with suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
+            async with nullcontext() if _fits(request, response) else asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.prepare(request)
                 await response.write_eof()
             exchange.delivered |= _is_connected(request)
@@ -190,12 +193,23 @@ async def _replies(exchange: Exchange) -> list[Reply]:
     Raises:
         RequestError: the request failed, or the episode ended.
     """
-    try:
-        return await asyncio.shield(exchange.task)
-    except asyncio.CancelledError:
-        if exchange.task.cancelled():
-            raise RequestError(403, "the episode ended before the generation did", "episode_ended") from None
-        raise
+    task = exchange.task
+    if not task.done():
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        wake = partial(_wake, ended)
+        task.add_done_callback(wake)
+        try:
+            await ended
+        finally:
+            task.remove_done_callback(wake)
+    if task.cancelled():
+        raise RequestError(403, "the episode ended before the generation did", "episode_ended")
+    return task.result()
+
+
+def _wake(ended: asyncio.Future[None], _: object) -> None:
+    if not ended.done():
+        ended.set_result(None)
 
 
 async def _stream(
@@ -280,14 +294,14 @@ async def _read_body(request: web.BaseRequest) -> bytes:
     return bytes(body)
 
 
-def _parse(body: bytes, protocol: Protocol) -> ModelRequest:
+def _parse(body: bytes, protocol: Protocol, session: GatewaySession) -> ModelRequest:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as e:
         raise RequestError(400, f"the body is not JSON: {e}") from e
     if not isinstance(value, dict):
         raise RequestError(400, f"the body must be a JSON object, found {type(value).__name__}")
-    return protocol.read(value)
+    return protocol.read(value, session.known)
 
 
 def _models(session: GatewaySession, path: str) -> web.Response:
@@ -310,6 +324,13 @@ def _response(body: Mapping[str, Any]) -> web.Response:
 
 def _error_response(protocol: Protocol, failure: RequestError) -> web.Response:
     return web.Response(body=orjson.dumps(protocol.error(failure)), status=failure.status, headers=_NO_RETRY)
+
+
+def _fits(request: web.BaseRequest, response: web.Response) -> bool:
+    """Whether an answer fits into the connection's buffer, so that writing it never waits for the client."""
+    body, transport = response.body, request.transport
+    small = isinstance(body, bytes) and len(body) <= _SMALL_ANSWER
+    return small and transport is not None and not transport.get_write_buffer_size()
 
 
 def _is_connected(request: web.BaseRequest) -> bool:

@@ -18,6 +18,7 @@ from agentrl.core.message_images import load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.errors import Failure, UsageError
 from agentrl.gateway.context_plan import ContextPlan, ContextPlanner, NoRoomError
+from agentrl.gateway.known_requests import KnownRequests
 from agentrl.gateway.protocol import ModelRequest, Reply, RequestError
 from agentrl.gateway.reply import reply_of
 from agentrl.gateway.turn_recorder import Arrival, Sampled, TurnRecorder
@@ -60,6 +61,7 @@ class GatewaySession:
         """holds the failure that ends the episode"""
         self.spent = asyncio.Event()
         """set when the number of turns is spent"""
+        self.known = KnownRequests()
         self.sealed = False
         self.last_request = time.monotonic()
         self._record = asyncio.Lock()
@@ -101,7 +103,7 @@ class GatewaySession:
             before.connected = connected
             return before
         self.check_model(request.model)
-        made = Exchange(asyncio.ensure_future(self._answer(request)), connected)
+        made = Exchange(asyncio.get_running_loop().create_task(self._answer(request)), connected)
         made.task.add_done_callback(self._finished)
         self._tasks.add(made.task)
         self._exchanges[fingerprint] = made
@@ -213,7 +215,7 @@ class GatewaySession:
 
     async def seal(self) -> None:
         """Answer no further request; generations in flight are not recorded."""
-        self.sealed = True
+        self.sealed, self.known = True, KnownRequests()
         running = [t for t in self._tasks if not t.done()]
         self.counts["requests in flight at the end"] += len(running)
         for task in running:
@@ -270,6 +272,8 @@ class _refused:  # noqa: N801  used as a statement: `with _refused():`
 
 
 async def _with_images(request: ModelRequest) -> ModelRequest:
+    if request.keys:
+        return request
     try:
         return replace(request, messages=await load_images(request.messages))
     except UsageError as e:

@@ -167,6 +167,10 @@ def _shorten_longest(renderer: Renderer, messages: Sequence[Message], tokens: in
 
 def is_long(messages: Sequence[Message]) -> bool:
     """Whether rendering the messages takes longer than an event loop may be blocked."""
+    contents = [m.get("content") for m in messages]
+    lengths = [len(c) for c in contents if type(c) is str]
+    if len(lengths) == len(contents):
+        return sum(lengths) > LONG_TEXT
     return sum(len(text) for _, text in _texts(messages)) > LONG_TEXT
 
 

@@ -10,6 +10,7 @@ from hypothesis_examples import examples
 from utterances import WRITERS, format_of, utterances
 
 from agentrl.render import FORMATS
+from agentrl.render.formats import block_format
 from agentrl.types import Action, FinishReason, ParseError, ToolCall
 
 NAMES = sorted(WRITERS)
@@ -305,3 +306,14 @@ def test_structure_and_content_are_told_apart():
     two = read('<tool_call>{"name": "a" <tool_call>{"name": "f", "arguments": {}}</tool_call>', FinishReason.STOP, 8)
     assert [e.kind for e in two.errors] == ["structure"]
     assert [c.name for c in two.calls] == ["f"]
+
+
+@given(st.sampled_from(NAMES), soup, st.sampled_from(FinishReason))
+@settings(max_examples=400, deadline=None)
+def test_a_turns_message_is_the_same_whether_its_text_was_just_parsed_or_not(name, text, finish):
+    fmt = FORMATS[format_of(name)]
+    block_format._SCANNED.__init__(block_format._SCANNED.limit)
+    action = Action(text, finish_reason=finish)
+    alone = fmt.structured_message(action)
+    fmt.parse(text, finish, 4)
+    assert fmt.structured_message(action) == alone

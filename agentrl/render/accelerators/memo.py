@@ -24,6 +24,8 @@ class Memo(Generic[K, V]):
 
     def put(self, key: K, value: V, size: int = 1) -> None:
         """Keep a value, unless it alone exceeds the limit."""
+        if key in self._entries:
+            self.size -= self._entries.pop(key)[1]
         if size > self.limit:
             return
         while self.size + size > self.limit:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
+from agentrl.render.accelerators.memo import Memo
 from agentrl.render.formats.json_calls import ParsedCall, as_tool_calls
 from agentrl.types import Action, FinishReason, Message, ParseError, ToolCall
 
@@ -23,6 +24,8 @@ THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _MAX_MARKS = 256
 """marks of the format inside one value; the limit keeps the reading of any text linear"""
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_SCANNED: Memo[str, tuple[object, str, str]] = Memo(1 << 18)
+"""format, visible text and thinking of the generations that were parsed last: they become messages next"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class BlockFormat:
             return self.action(text, finish_reason, bare, max_calls, None)
         scan = BlockScan(self, text, cut)
         calls = scan.calls
+        if cut or self.closing is not None:  # `cut` makes no difference to them where blocks are closed
+            _SCANNED.put(text, (self, scan.visible, scan.thought), len(text) + 1)
         if not calls and not cut:
             calls = self.read_unmarked(scan.visible)
         return self.action(text, finish_reason, calls, max_calls, answer_in(scan.visible))
@@ -103,10 +108,14 @@ class BlockFormat:
 
     def structured_message(self, action: Action) -> Message:
         """See `ActionFormat.structured_message`."""
-        scan = BlockScan(self, action.text, cut=True)
-        message: Message = {"role": "assistant", "content": scan.visible.strip()}
-        if scan.thought:
-            message["reasoning_content"] = scan.thought
+        scanned = _SCANNED.get(action.text)
+        if scanned is None or scanned[0] is not self:
+            scan = BlockScan(self, action.text, cut=True)
+            scanned = self, scan.visible, scan.thought
+        _, visible, thought = scanned
+        message: Message = {"role": "assistant", "content": visible.strip()}
+        if thought:
+            message["reasoning_content"] = thought
         return {**message, "tool_calls": as_tool_calls(action)} if action.calls else message
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
