@@ -132,7 +132,11 @@ class ContextPlanner:
 
     def _continue(self, request: ModelRequest, match: Match, turn: GeneratedTurn) -> ContextPlan:
         path = match.node.path()
-        changed = {i: m for i, (m, n) in enumerate(zip(request.messages, path, strict=False)) if _differ(m, n.message)}
+        changed = {
+            i: m
+            for i, (m, n) in enumerate(zip(request.messages, path, strict=False))
+            if m is not n.message and m != n.message
+        }
         new = request.messages[match.matched :]
         base = self.recorder.segment_ids(turn.segment)[: turn.end]
         images = [p for p in self.recorder.segment_images(turn.segment) if p.at < turn.end]
@@ -280,10 +284,6 @@ def _call_names(echoed: Message, turn: GeneratedTurn) -> dict[str, str]:
 def _with_call_ids(messages: Sequence[Message], names: Mapping[str, str]) -> list[Message]:
     """The messages with the ids of the calls that tool results answer replaced."""
     return [{**m, "tool_call_id": names[m["tool_call_id"]]} if m.get("tool_call_id") in names else m for m in messages]
-
-
-def _differ(a: Message, b: Message) -> bool:
-    return a is not b and a != b
 
 
 def _merged(first: Message, second: Message) -> Message:

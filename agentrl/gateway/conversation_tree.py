@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, NamedTuple
 
 from agentrl.gateway.message_match import message_key, tools_key
@@ -151,11 +150,10 @@ class ConversationTree:
         """The last generation on a path of these messages; of equal texts the one whose call ids the client kept, then the newest."""
         level, best, count = [root], None, 0
         for number, key in enumerate(keys):
-            children = [node.children.get(key, []) for node in level]
-            level = children[0] if len(children) == 1 else list(chain.from_iterable(children))
+            level = level[0].children.get(key, []) if len(level) == 1 else _children(level, key)
             if not level:
                 break
-            if len(level) == 1:
+            if len(level) == 1:  # the usual case
                 if level[0].turn is not None:
                     best, count = level[0], number + 1
                 continue
@@ -202,6 +200,10 @@ class ConversationTree:
                 return HISTORY_REPLACED, None
             same = children[0]
         return SAMPLED_AGAIN, None
+
+
+def _children(nodes: Sequence[Node], key: bytes) -> list[Node]:
+    return [child for node in nodes for child in node.children.get(key, ())]
 
 
 def _joined(before: bytes, key: bytes) -> bytes:
