@@ -1,6 +1,11 @@
-"""Run `agentrl train`, and kill it with SIGKILL at a given moment: `drive.py WHEN STEP WORDS…`, WHEN = never | rollout | train."""
+"""Run `agentrl`, and kill it with SIGKILL at a given moment: `drive.py WHEN STEP WORDS…`, WHEN = never | rollout | train.
+
+`drive.py serve` imports what training needs and forks a process for each line of its input, which saves most of the time of short runs.
+"""
 
 import asyncio
+import importlib
+import json
 import os
 import signal
 import sys
@@ -53,10 +58,36 @@ def kill_in_train(number: int) -> None:
     MegatronTrainer.step = dying
 
 
-if __name__ == "__main__":
-    when, at = sys.argv[1], int(sys.argv[2])
+def run(when: str, at: int, words: list[str]) -> int:
     if when == "rollout":
         kill_in_rollout(at)
     elif when == "train":
         kill_in_train(at)
-    sys.exit(main(sys.argv[3:]))
+    return main(words)
+
+
+def serve() -> None:
+    """Each line is [WHEN, STEP, WORDS, file of the output]; the answer is the exit code, negative for a signal."""
+    for module in (
+        "agentrl.engine.local.engine",
+        "agentrl.run.training",
+        "matplotlib.pyplot",
+        "torch.utils.tensorboard",
+    ):
+        importlib.import_module(module)
+    for line in sys.stdin:
+        when, at, words, output = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            with open(os.devnull) as nothing, open(output, "w") as file:
+                for stream, number in ((nothing, 0), (file, 1), (file, 2)):
+                    os.dup2(stream.fileno(), number)
+            sys.exit(run(when, at, words))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        sys.exit(run(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

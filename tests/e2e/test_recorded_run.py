@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,12 +22,14 @@ def run(tmp_path):
     return folder
 
 
-def agentrl(*words):
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", *map(str, words)], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def agentrl(driven):
+    def agentrl(*words):
+        done = driven("never", 0, *words)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return agentrl
 
 
 def test_its_episodes_read_as_they_were_written(run):
@@ -40,7 +40,7 @@ def test_its_episodes_read_as_they_were_written(run):
     assert sum(len(s) for t in episodes for s in t.segments) == 1157
 
 
-def test_it_replays(run):
+def test_it_replays(run, agentrl):
     assert "20 episodes replayed: identical" in agentrl("replay", run)
 
 
@@ -55,7 +55,7 @@ def test_it_is_shown_with_what_the_trainer_was_given(run):
 
 
 @pytest.mark.slow
-def test_it_resumes_to_the_recorded_metrics_and_weights(run):
+def test_it_resumes_to_the_recorded_metrics_and_weights(run, agentrl):
     agentrl("train", "--resume", run, "--num-rollout", "4")
     expected = json.loads((RECORDED / "expected.json").read_text())
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

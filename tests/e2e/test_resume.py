@@ -39,9 +39,9 @@ WORDS += [
 
 
 def drive(when, at, *words):
-    return subprocess.run(
-        [sys.executable, str(DRIVE), when, str(at), "train", *words], capture_output=True, text=True, timeout=600
-    )
+    """In a process of its own, with its own order of sets; the fixture `driven` forks its processes from one."""
+    command = [sys.executable, str(DRIVE), when, str(at), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def episodes(run):
@@ -71,7 +71,7 @@ def equal(run, other):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
-    done = drive("never", 0, "--env", "search_r1", "--run", str(run), *WORDS)
+    done = drive("never", 0, "train", "--env", "search_r1", "--run", str(run), *WORDS)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = (run / "metrics.jsonl").read_bytes()
     assert metrics.count(b"train/grad_norm") >= 2, "the run must train, or equality says nothing"
@@ -117,18 +117,18 @@ def test_the_summary_agrees_with_the_record(whole):
 
 
 @pytest.mark.slow
-def test_more_rollouts_killed_in_a_step_and_in_a_rollout_and_resumed(tmp_path, whole):
+def test_more_rollouts_killed_in_a_step_and_in_a_rollout_and_resumed(tmp_path, whole, driven):
     """A finished run goes on with more rollouts, is killed twice, each time after another checkpoint, and equals the run never stopped."""
     run = tmp_path / "run"
-    short = drive("never", 0, "--env", "search_r1", "--run", str(run), *WORDS, "--num-rollout", "1")
+    short = driven("never", 0, "train", "--env", "search_r1", "--run", str(run), *WORDS, "--num-rollout", "1")
     assert short.returncode == 0, short.stdout + short.stderr
     before = state(run)[2]
     (run / "summary.json").unlink()
     for when, at, words in (("train", 1, ["--num-rollout", "3"]), ("rollout", 19, [])):
-        killed = drive(when, at, "--resume", str(run), *words)
+        killed = driven(when, at, "train", "--resume", str(run), *words)
         assert killed.returncode == -9, killed.stdout + killed.stderr
         assert not (run / "summary.json").exists()
-    resumed = drive("never", 0, "--resume", str(run))
+    resumed = driven("never", 0, "train", "--resume", str(run))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed after rollout 2" in resumed.stdout
     equal(run, whole)
@@ -142,10 +142,10 @@ def test_more_rollouts_killed_in_a_step_and_in_a_rollout_and_resumed(tmp_path, w
 @pytest.mark.parametrize(("when", "at"), [("rollout", 19), ("train", 2)])
 def test_killed_and_resumed(tmp_path, whole, when, at):
     run = tmp_path / "run"
-    killed = drive(when, at, "--env", "search_r1", "--run", str(run), *WORDS)
+    killed = drive(when, at, "train", "--env", "search_r1", "--run", str(run), *WORDS)
     assert killed.returncode == -9, killed.stdout + killed.stderr
     assert not (run / "summary.json").exists()
-    resumed = drive("never", 0, "--resume", str(run))
+    resumed = drive("never", 0, "train", "--resume", str(run))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed after rollout" in resumed.stdout
     equal(run, whole)
@@ -168,7 +168,7 @@ def test_rank_and_controller_are_killed_and_the_run_goes_on_by_itself(tmp_path, 
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_from_the_command_line(tmp_path):
+def test_tensor_parallel_ranks_from_the_command_line(tmp_path, driven):
     """Two ranks, started by the command itself, share a step; the engine takes the weights that they make together."""
     run = tmp_path / "run"
     words = [
@@ -182,7 +182,7 @@ def test_tensor_parallel_ranks_from_the_command_line(tmp_path):
         "--tensor-model-parallel-size",
         "2",
     ]
-    done = drive("never", 0, "--env", "search_r1", "--run", str(run), *words)
+    done = driven("never", 0, "train", "--env", "search_r1", "--run", str(run), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(p.name for p in (run / "trainer").iterdir()) == ["rank0.log", "rank1.log"]
     (row,) = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
