@@ -18,6 +18,7 @@ from agentrl.errors import TemplateError
 from agentrl.render.base import Family
 from agentrl.render.chat_template import ChatTemplate
 from agentrl.render.injection_guard import InjectionGuard
+from agentrl.render.message_shape import map_texts
 from agentrl.render.tokenizer import Tokenizer
 from agentrl.types import Message
 
@@ -26,6 +27,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 _HEADER_CHARACTERS = 16
 """characters at the end of a context that show that two generations have the same header"""
 _REASONING = "its reasoning"
+_ARGUMENTS = "arguments"
 _PROBE = "Reasoning6b1d"
 _EMPTY_THOUGHT = re.compile(r"(\s*<think>)\s*</think>")
 _TAGS = re.compile(r"</?think>")
@@ -73,6 +75,8 @@ class TurnWriter:
             message = _reasoning_as_field(message)
         text, end = self._without_end(self._after(header, escaped, message, schemas), message)
         missing = list(dict.fromkeys(_left_out(message, text)))
+        if any(m.startswith(_ARGUMENTS) for m in missing) and self._shows_arguments(escaped, message, schemas):
+            missing = [m for m in missing if not m.startswith(_ARGUMENTS)]
         if missing == [_REASONING] and (
             empty := _EMPTY_THOUGHT.match(text)
         ):  # the template drops that of a last answer too
@@ -84,6 +88,21 @@ class TurnWriter:
                 "data, or write it into the content as the model would"
             )
         return WrittenTurn(tuple(self._tokenizer.encode_escaped(text + end, base)), bool(missing))
+
+    def _shows_arguments(self, history: Sequence[Message], turn: Message, tools: Sequence[Any]) -> bool:
+        """Whether the template writes every text in the arguments, perhaps with escapes of its own: each gets a mark."""
+        marks: list[str] = []
+
+        def mark(text: str) -> str:
+            marks.append(f"Leaf{len(marks)}a5c")
+            return f"{text} {marks[-1]}"
+
+        calls = [
+            {**c, "function": {**c["function"], "arguments": map_texts(c["function"]["arguments"], mark)}}
+            for c in turn["tool_calls"]
+        ]
+        text = self._template.render([*history, {**turn, "tool_calls": calls}], tools=tools, generate=False)
+        return all(m in text for m in marks)
 
     @cached_property
     def _reads_reasoning(self) -> bool:
@@ -219,7 +238,7 @@ def _left_out(message: Message, text: str) -> Iterator[str]:
         if function["name"] not in text:
             yield f"its call of {function['name']!r}"
         elif not all(_shown(leaf, text) for leaf in _leaves(function["arguments"])):
-            yield f"arguments of its call of {function['name']!r}"
+            yield f"{_ARGUMENTS} of its call of {function['name']!r}"
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -299,8 +299,8 @@ def sampled_calls(examples):
     return pairs
 
 
-def round_trips(name, write, examples):
-    """Misread calls are errors, or texts that the format writes for two values; at most 1 % of all."""
+def misread_calls(name, write, examples):
+    """(text, what was read) of calls that are not read as they were: errors, or texts that the format writes for two values."""
     form, misread = FORMATS[format_of(name)], []
     for tool, call in sampled_calls(examples):
         text = write(call)
@@ -309,6 +309,12 @@ def round_trips(name, write, examples):
             misread.append((text, calls_of(action)))
             counted = action.errors or (form.text_values and _written_alike(write, action, call))
             assert counted, (text, calls_of(action), call, tool)
+    return misread
+
+
+def round_trips(name, write, examples):
+    """At most 1 % of all calls are misread, each counted as an error or ambiguous by the format."""
+    misread = misread_calls(name, write, examples)
     assert len(misread) <= examples / 100, misread[:5]
 
 
