@@ -50,8 +50,8 @@ def subjects() -> Iterator[Subject]:
 def turns_table(families: int, trl: int) -> tuple[list[str], list[str], bool]:
     """(the rows of the table, the reasons and differences, whether all is well)."""
     rows = [
-        "| template | thinking | equal | refused | refused without cause | different turns |",
-        "|---|---|---|---|---|---|",
+        "| template | thinking | conversations | equal | refused | refused without cause | different turns |",
+        "|---|---|---|---|---|---|---|",
     ]
     notes, good = [], True
     for subject in subjects():
@@ -89,8 +89,9 @@ def calls_table(count: int) -> tuple[list[str], list[str], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "-n", type=int, default=2000, help="conversations of each template and mode, and calls of each format"
+        "-n", type=int, default=2000, help="conversations of each family and mode, and calls of each format"
     )
+    parser.add_argument("--trl", type=int, default=1000, help="conversations of each template of trl and mode")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/sft_equality.md")
     args = parser.parse_args()
     started = time.process_time()
