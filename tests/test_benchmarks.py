@@ -50,3 +50,50 @@ def test_the_comparison_of_schedules_writes_its_record_and_curve(tmp_path):
         "async": [0, 1],
     }
     assert (tmp_path / "async_learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_estimators_reaches_the_optimum_and_writes_its_record(tmp_path):
+    out = tmp_path / "estimators.json"
+    command = [
+        sys.executable,
+        "benchmarks/estimators.py",
+        "--seeds",
+        "0",
+        "--only",
+        "dr_grpo",
+        "branch_rloo",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads(out.read_text())
+    assert record["value"] == 1.0, "every run reaches the optimum"
+    assert [(r["task"], r["estimator"]) for r in record["rows"]] == [
+        ("bandit", "dr_grpo"),
+        ("credit", "dr_grpo"),
+        ("credit", "branch_rloo"),
+    ]
+
+
+@pytest.mark.full
+def test_the_curves_of_estimators_are_drawn_over_their_sampled_tokens(tmp_path):
+    small = ["--rollout-batch-size", "2", "--eval-limit", "4", "--actor-num-gpus-per-node", "1"]
+    command = [
+        sys.executable,
+        "benchmarks/estimator_curves.py",
+        "--jobs",
+        "2",
+        "--rollouts",
+        "1",
+        "--eval-interval",
+        "1",
+    ]
+    command += ["--only", "grpo", "branch_rloo", "distillation", "--out", str(tmp_path), "--", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "estimator_curves.json").read_text())
+    assert [r["estimator"] for r in record["runs"]] == ["grpo", "branch_rloo", "distillation"]
+    assert all(len(r["points"]) == 2 for r in record["runs"])
+    assert (tmp_path / "estimator_curves.png").stat().st_size > 1000

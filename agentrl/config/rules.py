@@ -25,6 +25,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     if config.train.kl_loss_coef and not config.train.use_kl_loss:
         raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss")
     _check_loss(config)
+    _check_true_on_policy(config)
     _check_engine(config)
     _check_functions(config)
     _check_schedule(config)
@@ -137,6 +138,27 @@ def _check_loss(config: Config) -> None:
             "--proximal-log-probs interpolate is known token by token in the step itself; give --proximal-log-probs forward with "
             "--rejection-level, --tis-level turn or --tis-level episode"
         )
+
+
+def _check_true_on_policy(config: Config) -> None:
+    """Refuse what would let log-probs of engine and trainer differ, or hide that they do."""
+    train = config.train
+    if not train.true_on_policy_mode:
+        return
+    if config.engine.engine != "local":
+        raise ConfigError(
+            f"--true-on-policy-mode needs --engine local: the kernels of {config.engine.engine} are not the trainer's. Without it, every run "
+            "reports their difference as train/rollout_log_prob_diff_mean and _max, and --use-tis corrects for it"
+        )
+    if config.schedule.schedule != "sync":
+        raise ConfigError(
+            f"--schedule {config.schedule.schedule} trains on tokens that older weights sampled, and --true-on-policy-mode on none; leave one out"
+        )
+    for name, used in (("--use-tis", train.use_tis), ("--rejection-level", train.rejection_level != "none")):
+        if used:
+            raise ConfigError(f"{name} corrects a difference that --true-on-policy-mode does not have; leave one out")
+    if train.proximal_log_probs == "interpolate":
+        raise ConfigError("--proximal-log-probs interpolate has no effect with --true-on-policy-mode; leave one out")
 
 
 def _changed(section: Any, name: str) -> bool:

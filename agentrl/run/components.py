@@ -333,6 +333,7 @@ class Components:
             context_length=self.context_length,
             threads=self.threads,
             keep_interrupted=self._keeps_interrupted,
+            single_token_chunks=self.config.train.true_on_policy_mode,
         )
 
     @property
@@ -348,7 +349,8 @@ class Components:
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
-        return self._start_trainer(self.folder, run_dir, reference=reference)
+        exact = self.config.train.true_on_policy_mode
+        return self._start_trainer(self.folder, run_dir, reference=reference, true_on_policy=exact)
 
     def critic(self, run_dir: Path) -> Critic:
         """Start the critic: a value model on separate ranks, with the trainer's settings."""
@@ -374,7 +376,7 @@ class Components:
             "seed": c.run.seed,
             "micro_batch_tokens": c.train.max_tokens_per_gpu,
             "micro_batch_rows": c.train.micro_batch_size,
-            "tree_packing": c.train.tree_packing,
+            "tree_packing": c.train.tree_packing and not c.train.true_on_policy_mode,
             "dtype": c.model.dtype,
             "threads": c.engine.threads,
             "timeout_s": c.run.trainer_timeout_s,

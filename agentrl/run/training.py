@@ -28,7 +28,15 @@ from agentrl.train.estimators import find_estimator
 from agentrl.train.restarting import RestartingTrainer
 from agentrl.train.schedule import rollout_learning_rate
 from agentrl.train.step_record import step_record
-from agentrl.train.steps import Models, critic_loss, loss_config, needs_reference, prepare, with_sequence_ratios
+from agentrl.train.steps import (
+    Models,
+    critic_loss,
+    engine_difference,
+    loss_config,
+    needs_reference,
+    prepare,
+    with_sequence_ratios,
+)
 from agentrl.types import Group
 
 logger = logging.getLogger(__name__)
@@ -182,6 +190,8 @@ class TrainingRun(EpisodeRun):
                 skip_or_stop(self.config, self.optimizer_step, e)
                 skipped += 1
                 continue
+            if number:  # the weights are not those that sampled
+                trained[0].pop(TRUE_ON_POLICY, None)
             steps.append(trained[0])
             rates.append(trained[1])
         self.rates = {f"train/{name}": mean for name, mean in mean_over_steps(rates).items()}
@@ -341,6 +351,10 @@ class TrainingRun(EpisodeRun):
         return rollouts % self.config.run.save_interval == 0 or rollouts == self.config.rollout.num_rollout
 
 
+TRUE_ON_POLICY = "true_on_policy_diff_max"
+"""largest difference between the log-probs of engine and trainer in a rollout's first step, with --true-on-policy-mode"""
+
+
 async def recorded_step(
     trainer: Trainer,
     folder: RunFolder,
@@ -356,6 +370,8 @@ async def recorded_step(
         take = functools.partial(trainer.step, profile=folder.path / "profile")
     metrics = await asyncio.to_thread(take, rows, loss, lr)
     log_probs, rates = metrics.pop("log_probs"), metrics.pop("rates", {})
+    if folder.config.train.true_on_policy_mode:
+        metrics[TRUE_ON_POLICY] = engine_difference(rows, log_probs)
     values = {"step": step, "optimizer_step": optimizer_step, "loss": asdict(loss), "lr": lr}
     folder.episodes.write_step(**step_record(rows, trainer, log_probs, **values), metrics=metrics)
     return metrics, rates

@@ -15,7 +15,7 @@ from agentrl.config import Config
 from agentrl.config.settings import TrainSettings
 from agentrl.train import corrections
 from agentrl.train.advantage import Compared, Overlong, compare
-from agentrl.train.base import Critic, LossConfig, Row, Trainer
+from agentrl.train.base import Critic, Floats, LossConfig, Row, Trainer
 from agentrl.train.branch_weights import with_branch_weights
 from agentrl.train.distillation import Teachers
 from agentrl.train.estimators import Doubles, Estimator, Options, find_estimator, whiten
@@ -129,6 +129,17 @@ async def with_sequence_ratios(trainer: Trainer, rows: Sequence[Row]) -> list[Ro
     ]
 
 
+def engine_difference(rows: Sequence[Row], log_probs: Sequence[Floats]) -> float:
+    """The largest difference between the trainer's log-probs of trained tokens and the engine's."""
+    return max(
+        (
+            float(np.abs(now - row.rollout_log_probs)[row.weights != 0].max(initial=0.0))
+            for row, now in zip(rows, log_probs, strict=True)
+        ),
+        default=0.0,
+    )
+
+
 class _Preparation:
     """The state of one call of `prepare`."""
 
@@ -169,7 +180,7 @@ class _Preparation:
         With a single optimizer step the ratio is 1 by definition, and old log-probs are left out where nothing else needs them.
         """
         s, trainer = self.settings, self.models.trainer
-        if s.proximal_log_probs == "rollout":
+        if s.proximal_log_probs == "rollout" or s.true_on_policy_mode:
             self.steps = [[replace(row, old_log_probs=row.rollout_log_probs) for row in rows] for rows in self.steps]
         elif s.proximal_log_probs == "interpolate" and not s.kl_coef:
             self.set_tokens("proximal_weight", corrections.proximal_weight(self.token_versions(), self.version))

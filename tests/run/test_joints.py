@@ -532,6 +532,10 @@ CASES = [
         Case("advantage_estimator", name, loss("policy_loss"), kind, {"calculate_per_token_loss": False})
         for name, kind in {"gspo": "sequence", "cispo": "cispo"}.items()
     ],
+    Case("true_on_policy_mode", True, engine("single_token_chunks"), True),
+    Case("true_on_policy_mode", True, trainer("true_on_policy"), True),
+    Case("true_on_policy_mode", True, trainer("tree_packing"), False),
+    Case("true_on_policy_mode", True, lambda s: all(r.old_log_probs is r.rollout_log_probs for r in s.rows), True),
     Case("advantage_estimator", "ppo", lambda s: s.critic is not None, True),
     Case("gamma", 0.5, varies_in_a_row, True, {"advantage_estimator": "reinforce_plus_plus"}),
     Case("lambd", 0.5, returns_vary, True, {"advantage_estimator": "ppo"}),

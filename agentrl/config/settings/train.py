@@ -134,6 +134,11 @@ class TrainSettings:
     """compute a prefix that rows of a micro-batch share once: a group's prompt, the history of an episode's segments
 
     Loss and gradients are those of independent rows."""
+    true_on_policy_mode: bool = False
+    """the trainer computes with the local engine's arithmetic, so that their log-probabilities are equal to the last bit
+
+    For small models on a CPU: several times slower. The ratio is relative to the engine's log-probabilities, exactly 1 in the first
+    optimizer step, and train/true_on_policy_diff_max is their largest difference there."""
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
     """maximum rows of a micro-batch (default: only --max-tokens-per-gpu bounds it)"""
     actor_num_gpus_per_node: Annotated[int | None, Field(ge=1)] = None

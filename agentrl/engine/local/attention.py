@@ -203,7 +203,7 @@ def _decode(batch: Batch, q: Tensor, keys: Tensor, values: Tensor, scale: float,
     else:
         keys, values = keys[: batch.pool.size], values[: batch.pool.size]
     scores = torch.matmul(q.index_select(0, owner), keys.transpose(2, 3)).float().mul_(scale).add_(mask)
-    block_max = scores.amax(-1)
+    block_max = scores.detach().amax(-1)
     slots = torch.full((batch.decode_tokens * batch.max_blocks + 1, *block_max.shape[1:]), -torch.inf, device=q.device)
     slots.index_copy_(0, batch.block_slot, block_max if keep is None else block_max.index_select(0, keep))
     token_max = slots[:-1].view(batch.decode_tokens, batch.max_blocks, *block_max.shape[1:]).amax(1)
@@ -213,7 +213,7 @@ def _decode(batch: Batch, q: Tensor, keys: Tensor, values: Tensor, scale: float,
         total, part = total.index_select(0, keep), part.index_select(0, keep)
     totals = torch.zeros_like(token_max).index_add_(0, batch.block_owner, total)
     parts = part.new_zeros(batch.decode_tokens, *part.shape[1:]).index_add_(0, batch.block_owner, part)
-    return parts.div_(totals.unsqueeze(-1)).to(q.dtype)
+    return (parts / totals.unsqueeze(-1)).to(q.dtype)
 
 
 def _prefill(

@@ -43,7 +43,10 @@ def no_progress_bar() -> Iterator[None]:
 class LocalModel:
     """A causal language model of transformers that computes batches of chunks. It belongs to one thread."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype, device: torch.device, single_token_chunks: bool = False
+    ) -> None:
+        """`single_token_chunks`: the tokens of a context are chunks of one token too, so that a token's numbers depend only on the ids up to it."""
         AttentionInterface.register(NAME, block_attention)
         try:
             with no_progress_bar():
@@ -72,7 +75,7 @@ class LocalModel:
         """the rows of a forward do not affect each other (they do where experts compute only the rows routed to them)"""
         self.batch_sizes = batch_invariant_sizes(self.model)
         """numbers of rows that a forward may have, ascending"""
-        self.max_chunk = min(MAX_CHUNK, self.batch_sizes[-1])
+        self.max_chunk = 1 if single_token_chunks else min(MAX_CHUNK, self.batch_sizes[-1])
         """maximum tokens of a prefill chunk"""
         self.eos_ids = _eos_ids(self.model)
         """the model's end tokens"""

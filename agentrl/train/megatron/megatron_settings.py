@@ -51,6 +51,10 @@ _NO_EFFECT = {
 """Fields that nothing reads, and why."""
 
 
+_PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+"""the ways to divide a model over ranks"""
+
+
 def check_trainer(
     folder: Path,
     settings: Settings,
@@ -109,16 +113,30 @@ def check_tree(settings: Settings, *, tree_packing: bool) -> None:
         )
 
 
+def check_true_on_policy(settings: Settings, dtype: str, *, tree_packing: bool) -> None:
+    """Refuse what the local engine's arithmetic is not defined for.
+
+    Raises:
+        ConfigError: a model divided over ranks, another precision, or trees.
+    """
+    divided = [f"{name}_size" for name in _PARALLEL if settings.get(f"{name}_size", 1) > 1]
+    if divided:
+        raise ConfigError(
+            f"--true-on-policy-mode computes as the local engine does, which does not divide a model; set [megatron] {divided[0]} to 1"
+        )
+    if dtype != "float32" or tree_packing:
+        raise ConfigError(
+            "--true-on-policy-mode needs --dtype float32 and --tree-packing false, as the local engine computes"
+        )
+
+
 def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
     """(number of ranks, ranks of one data-parallel copy). `requested`: number of ranks; None: one copy.
 
     Raises:
         ConfigError: the ranks do not divide into whole copies.
     """
-    tensor, pipeline, context = (
-        settings.get(f"{name}_size", 1)
-        for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-    )
+    tensor, pipeline, context = (settings.get(f"{name}_size", 1) for name in _PARALLEL)
     copy = tensor * pipeline * context
     expert = settings.get("expert_model_parallel_size", 1) * settings.get("expert_tensor_parallel_size", tensor)
     ranks = requested or math.lcm(copy, expert * pipeline)

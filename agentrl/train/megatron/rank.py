@@ -19,9 +19,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentrl.errors import ConfigError
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import checkpoint
 from agentrl.train.megatron.delivery.sender import Sender
+from agentrl.train.megatron.engine_forward import EngineForward
 from agentrl.train.megatron.experts import ExpertRouter
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather
 from agentrl.train.megatron.log_probs import VocabShard, token_log_probs
@@ -72,6 +74,14 @@ class TrainerRank:
         self._vocab_shard = VocabShard(
             size=min(columns, layout.vocab_size - start), start=start, group=self.tensor_group
         )
+        self._engine_forward: EngineForward | None = None
+        if setup.true_on_policy:
+            if gpu:
+                raise ConfigError(
+                    "--true-on-policy-mode is for CPUs: the local engine's arithmetic is not that of a GPU; without it, every run reports the "
+                    "difference to the engine as train/rollout_log_prob_diff_max"
+                )
+            self._engine_forward = EngineForward(setup.model, layout)
         self.steps = 0
         """optimizer steps so far"""
         self._offloader = Offloader(self.built) if gpu else None
@@ -188,6 +198,8 @@ class TrainerRank:
         if self.built.critic:
             values = (hidden @ weight.t()).flatten().float()[batch.prediction]
             return values, torch.zeros_like(values)
+        if self._engine_forward is not None:
+            return self._engine_forward.log_probs(hidden, batch)
         log_probs, entropy = token_log_probs(hidden, weight, batch.labels, batch.temperature, self._vocab_shard)
         return log_probs[batch.prediction], entropy[batch.prediction]
 
@@ -196,6 +208,7 @@ class TrainerRank:
     ) -> list[Any]:
         """Run the share's micro-batches through megatron's schedule; `after(batch, output)` runs on the last stage."""
         rows, parts = share
+        exact = self._engine_forward
         multiple = self.info.multiple
         batches = (
             collate(
@@ -211,6 +224,8 @@ class TrainerRank:
 
         def forward(batches: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
+            if exact is not None:
+                return exact.logits(unwrapped(module), batch), partial(after, batch)
             return module(batch, **precision), partial(after, batch)
 
         # the wrapper of a bf16 model would convert the hidden states to fp32

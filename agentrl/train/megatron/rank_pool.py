@@ -45,6 +45,8 @@ class RankSetup:
     """compute a prefix that rows of a micro-batch share once"""
     critic: bool
     """a value model"""
+    true_on_policy: bool
+    """compute log-probs with the local engine's arithmetic"""
     seed: int
     threads: int
     """CPU threads"""

@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreErr
 from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.checkpoint_model import require_model, write_model
-from agentrl.train.megatron.megatron_settings import check_tree, rank_counts
+from agentrl.train.megatron.megatron_settings import check_tree, check_true_on_policy, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup, WrittenFile
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics
@@ -59,6 +59,7 @@ class MegatronTrainer:
         reference: bool = False,
         critic: bool = False,
         tree_packing: bool = True,
+        true_on_policy: bool = False,
         run_dir: Path,
         threads: int | None = None,
         timeout_s: float = 3600.0,
@@ -75,6 +76,7 @@ class MegatronTrainer:
             dtype: float32, or bfloat16 (with fp32 master weights and gradients).
             reference: keep a frozen copy of `model` for reference log-probs.
             tree_packing: compute a prefix that rows of a micro-batch share once.
+            true_on_policy: compute log-probs with the local engine's arithmetic, on CPU ranks that each hold the whole model.
             critic: a value model: the transformer of `model` with a linear head of one output, `score.weight`, which is 0 if `model` has none.
             run_dir: logs are written to run_dir/trainer, those of a critic to run_dir/critic.
             threads: CPU threads of each rank; None: the machine's cores divided evenly. Results are bit-exact only at equal threads.
@@ -86,6 +88,8 @@ class MegatronTrainer:
         """
         settings = dict(megatron or {})
         check_tree(settings, tree_packing=tree_packing)
+        if true_on_policy:
+            check_true_on_policy(settings, dtype, tree_packing=tree_packing)
         ranks, ranks_per_copy = rank_counts(settings, world_size)
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
@@ -105,6 +109,7 @@ class MegatronTrainer:
                 dtype=dtype,
                 reference=reference,
                 critic=critic,
+                true_on_policy=true_on_policy,
                 tree_packing=tree_packing,
                 seed=seed,
                 threads=threads,
