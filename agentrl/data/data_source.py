@@ -13,7 +13,7 @@ from zlib import crc32
 from agentrl.core.registry import Registry
 from agentrl.core.seeds import derive_seed
 from agentrl.errors import ContractError, DataError
-from agentrl.types import EpisodeSpec, Task
+from agentrl.types import EpisodeSpec, Group, Task
 
 
 class DataSource:
@@ -68,6 +68,9 @@ class DataSource:
             self.returned.append([EpisodeSpec(spec.task, self.next_group, first + i) for i, spec in enumerate(specs)])
             self.next_group += 1
             self.next_episode += len(specs)
+
+    def add_results(self, groups: Sequence[Group]) -> None:
+        """Called after each rollout with its groups, in a run with `--schedule sync`. The default ignores them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, for a checkpoint."""
@@ -125,7 +128,13 @@ def _ordinals(group: Sequence[EpisodeSpec]) -> tuple[str, int, list[int]]:
     return group[0].task.id, group[0].group_index, [spec.index for spec in group]
 
 
-DATA_SOURCES = Registry("data source", {"shuffled": "agentrl.data.data_source:DataSource"})
+DATA_SOURCES = Registry(
+    "data source",
+    {
+        "shuffled": "agentrl.data.data_source:DataSource",
+        "solve_rate": "agentrl.data.curriculum:SolveRateSource",
+    },
+)
 """data sources by name"""
 
 

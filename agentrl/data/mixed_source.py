@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.data.data_source import DataSource
-from agentrl.types import EpisodeSpec, Task
+from agentrl.types import EpisodeSpec, Group, Task
 
 
 class MixedSource:
@@ -54,6 +54,11 @@ class MixedSource:
         for specs in groups:
             self.issued[specs[0].env] -= 1
             self.sources[specs[0].env].add_samples([specs])
+
+    def add_results(self, groups: Sequence[Group]) -> None:
+        """Give each environment's source the groups that are its own."""
+        for env, source in self.sources.items():
+            source.add_results([g for g in groups if g.trajectories[0].env == env])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of all sources, for a checkpoint."""

@@ -149,6 +149,7 @@ class EpisodeRun:
         else:
             groups = self.source.get_samples(self.config.rollout.rollout_batch_size)
             episodes = await self.collector.collect(groups, policy_version=version, step=step, split="train")
+        self.source.add_results(episodes.groups)
         self.report.add_episodes(*episodes)
         seconds = time.perf_counter() - started
         metrics = rollout_metrics(*episodes)

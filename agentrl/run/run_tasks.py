@@ -8,6 +8,7 @@ from agentrl.core.seeds import derive_seed
 from agentrl.data.data_source import DataSource, resolve_data_source
 from agentrl.data.mixed_source import MixedSource
 from agentrl.data.task_sets import EvalSet
+from agentrl.errors import ConfigError
 from agentrl.run.components import Components
 
 
@@ -31,7 +32,13 @@ def training_source(components: Components) -> DataSource | MixedSource:
 
 def _source(components: Components, seed: int) -> DataSource:
     shuffle, size = components.config.data.rollout_shuffle, components.config.rollout.n_samples_per_prompt
-    make = resolve_data_source(components.config.data.data_source_path)
+    name, schedule = components.config.data.data_source_path, components.config.schedule.schedule
+    make = resolve_data_source(name)
+    if make.add_results is not DataSource.add_results and schedule != "sync":
+        raise ConfigError(
+            f"--data-source-path {name} chooses tasks by the results of the rollout before; with --schedule {schedule} these come too late: "
+            "give --schedule sync"
+        )
     return make(components.tasks.training(), n_samples_per_prompt=size, seed=seed, shuffle=shuffle)
 
 

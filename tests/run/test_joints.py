@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -388,6 +389,13 @@ def evaluated(s):
     return sorted({r.session.rpartition("/")[0] for r in s.asked(held_out=True)})
 
 
+def told_results(s):
+    """The indices of the groups whose results the data source was given, rollout by rollout."""
+    module = sys.modules[type(s.runners[0].make_env()).__module__]
+    told, module.Noting.told = module.Noting.told, []
+    return told
+
+
 def eval_roles(s):
     return {t.roles for t in s.episodes if t.episode_id.startswith("eval/")}
 
@@ -602,6 +610,7 @@ CASES = [
     Case("eval_players", {"first": f"{PAIR}:echo"}, eval_roles, {("second",)}, ROLES | EVALUATED, numbers),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
+    Case("data_source_path", "ENV:Noting", told_results, [[0, 1], [2, 3]]),
     Case("data_source_path", "ENV:Reversed", lambda s: index_of(s.asked()[0]) // 2, 1),
     # schedule
     Case("schedule", "async", schedule_of("slot"), [0, 1, 2, 3]),

@@ -112,9 +112,10 @@ class DataSettings:
     apply_chat_template: Annotated[bool, AfterValidator(_chat_template)] = True
     """prompts always use the model's chat template; false is refused"""
     data_source_path: Annotated[str | None, "NAME"] = None
-    """class that chooses which tasks are played next, `module:Class` or `file.py:Class` (default: all tasks in each epoch)
+    """which tasks are played next: solve_rate, `module:Class` or `file.py:Class` (default: all tasks in each epoch)
 
-    A subclass of agentrl.data.data_source.DataSource with get_samples and add_samples. Checkpoints hold its state."""
+    solve_rate prefers tasks that are solved half of the time, with weights p (1 - p), of each environment by itself. A class is a subclass of
+    agentrl.data.data_source.DataSource with get_samples and add_samples. Checkpoints hold its state."""
     rollout_shuffle: bool = True
     """shuffle the tasks in each epoch, by the seed"""
     data_limit: Annotated[int | None, Field(ge=1)] = None
