@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,24 @@ ROUTES: dict[str, Route] = {
     "/messages/count_tokens": Route(MESSAGES, counts=True),
 }
 """POST, by the path after /v1"""
+
+
+class _leave_slow_client:  # noqa: N801  used as a statement: `with _leave_slow_client(request):`
+    """Ends the connection of a client that does not take its answer in time, so that no memory is held for it. One that has left is no error."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, (TimeoutError, ConnectionError)):
+            return False
+        logger.debug("a client left before it had its answer: %s", error)
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return True
 
 
 class GatewayServer:
@@ -179,7 +197,7 @@ class GatewayServer:
         if asked.stream:
             return await _stream(request, protocol, asked, exchange)
         response = _response(protocol.write(asked, await _replies(exchange)))
-        with suppress(TimeoutError, ConnectionError):
+        with _leave_slow_client(request):
             async with nullcontext() if _fits(request, response) else asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.prepare(request)
                 await response.write_eof()
@@ -217,7 +235,7 @@ async def _stream(
 ) -> web.StreamResponse:
     """Write an answer as server-sent events. It begins when the generation is there, or with signs of life when that takes long."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    try:
+    with _leave_slow_client(request):
         async with asyncio.timeout(None) as limit:
             while not (await asyncio.wait({exchange.task}, timeout=KEEP_ALIVE_S))[0]:
                 limit.reschedule(asyncio.get_running_loop().time() + KEEP_ALIVE_S + WRITE_TIMEOUT_S)
@@ -232,8 +250,6 @@ async def _stream(
                 await response.write(b"".join(map(_event_bytes, protocol.events(asked, replies))))
             await response.write_eof()
             exchange.delivered |= _is_connected(request)
-    except (TimeoutError, ConnectionError):
-        logger.debug("a client left before its stream ended")
     return response
 
 

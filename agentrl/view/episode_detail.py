@@ -11,6 +11,7 @@ from agentrl.core.message_images import Image, image_parts
 from agentrl.store import extra_fields
 from agentrl.store.blobs import Outputs, is_hash
 from agentrl.store.episode_record import token_columns
+from agentrl.view.segment_forest import origin_text, segment_forest
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -43,7 +44,7 @@ def episode_detail(
     row_of_segment = {r["segment_index"]: r for r in rows}
     sft = step is not None and (step.get("loss") or {}).get("kind") == "sft"
     extra = extra_fields(record)
-    origins = segment_origins(record)
+    forest = segment_forest(record)
     return {
         **{k: v for k, v in record.items() if k not in extra and k != "segments"},
         **{k: extra.pop(k, None) for k in ("step", "split", "config", "fork")},
@@ -52,7 +53,7 @@ def episode_detail(
         "segments": [
             _segment(
                 segment,
-                origin=origins[number],
+                origin=origin_text(forest[number]),
                 decode=decode,
                 row=row_of_segment.get(number) or {},
                 contexts=[t["context_length"] for t in record["turns"] if t["segment"] == number],
@@ -61,30 +62,12 @@ def episode_detail(
             )
             for number, segment in enumerate(record["segments"])
         ],
+        "forest": forest,
         "rows": rows,
         "images": {name: _data_url(images / f"{name}.png") for name in image_names(record)} if images else {},
         "outputs": dict(_outputs(record, outputs)) if outputs else {},
         "training_step": {k: step.get(k) for k in _STEP_KEYS} | {"rows": len(step["rows"])} if step else None,
     }
-
-
-def segment_origins(record: Mapping[str, Any]) -> list[str]:
-    """Return for each segment of an episode its agent, the turn that it branches from, and why it opened; "" where nothing is known."""
-    turns = record["turns"]
-    origins = []
-    for number, segment in enumerate(record["segments"]):
-        first = next((i for i, t in enumerate(turns) if t["segment"] == number), None)
-        parts = [segment["agent_id"]] if segment["agent_id"] != "policy" else []
-        if first is not None:
-            request = turns[first]["info"].get("request")
-            at_gateway = isinstance(request, Mapping) and "parent" in request
-            opener = first if at_gateway else first - 1  # the native runner notes the reason in the turn before
-            if at_gateway and request["parent"] >= 0:
-                parts.append(f"continues turn {request['parent']}")
-            reason = turns[opener]["info"].get("new_segment") if opener >= 0 else None
-            parts += [str(reason)] if reason else []
-        origins.append("; ".join(parts))
-    return origins
 
 
 def _segment(

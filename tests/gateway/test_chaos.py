@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -36,7 +36,8 @@ class Faulty(AgentEnv):
 
     http = None
     received = {}
-    late = []
+    late = set()
+    faults = Counter()
 
     async def run(self, task, endpoint):
         r = Random(task.id)
@@ -51,6 +52,7 @@ class Faulty(AgentEnv):
         for _ in range(r.randrange(2, 7)):
             body = {"model": "policy", "messages": messages, "tools": [SEARCH]}
             fault = r.choice(FAULTS) if r.random() < 0.1 else ""
+            Faulty.faults[fault] += 1
             answer = await self.ask(endpoint, body, fault)
             if answer["finish_reason"] == "length":
                 return
@@ -74,7 +76,9 @@ class Faulty(AgentEnv):
                 await response.content.read(10)
                 response.close()
         if fault == "late":
-            Faulty.late.append(asyncio.ensure_future(self.straggle(url, body, headers)))
+            straggler = asyncio.ensure_future(self.straggle(url, body, headers))
+            Faulty.late.add(straggler)
+            straggler.add_done_callback(lambda done: done.exception() or Faulty.late.discard(done))
         if fault in ("repeat", "both"):
             headers["x-stainless-retry-count"] = "1"
         async with self.http.post(url, json=body, headers=headers) as response:
@@ -89,46 +93,62 @@ class Faulty(AgentEnv):
 
 
 async def storm(renderer, seconds, concurrent):
-    """Play episodes for some seconds; their number."""
+    """Play episodes for some seconds and check each; counts of what was played."""
 
     def script(request):
         return request.random.choice([call("search", query="x"), "an answer", [request.random.randrange(3, 380)]])
 
     engine, driver = NotingBySession(renderer, script), GatewayDriver(Faulty)
     runner = make_runner(Faulty, engine, renderer, driver=driver, max_turns=40)
-    end, numbers, played = time.monotonic() + seconds, iter(range(1 << 30)), []
+    end, numbers, counts = time.monotonic() + seconds, iter(range(1 << 30)), Counter()
 
     async def worker():
         while time.monotonic() < end:
             index = next(numbers)
-            played.append(await runner.run(EpisodeSpec(Task(str(index), "x"), index, index)))
+            t = await runner.run(EpisodeSpec(Task(str(index), "x"), index, index))
+            check_episode(t, engine.by_session.pop(t.episode_id), Faulty.received.pop(t.task.id))
+            engine.given.clear()
+            engine.requests.clear()
+            engine.released.clear()
+            engine.turns.pop(t.episode_id)
+            spans = [s for g in t.segments for s in g.spans if s.log_probs is not None]
+            counts.update(
+                episodes=1, turns=len(t.turns), segments=len(t.segments), sampled=sum(len(s.ids) for s in spans)
+            )
+            counts.update(t.state["gateway"]["counts"])
 
+    Faulty.faults.clear()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as Faulty.http:
         await asyncio.gather(*(worker() for _ in range(concurrent)))
         await asyncio.gather(*Faulty.late)
     assert not driver.server._sessions
     await driver.close()
     runner.close()
-    for t in played:
-        assert t.stop_reason in (StopReason.TERMINATED, StopReason.MAX_TURNS), (t.stop_reason, t.detail)
-        in_record = {str(turn.index) for turn in t.turns}
-        received = Faulty.received.pop(t.task.id)
-        assert in_record >= set(received)
-        assert len(received) == len(set(received))
-        given = engine.by_session.pop(t.episode_id)
-        lost = len(given) - len(t.turns)  # of requests in flight at the end
-        assert 0 <= lost <= t.state["gateway"]["counts"].get("requests in flight at the end", 0)
-        kept = {s.ids for g in t.segments for s in g.spans}
-        check_laws(t, given if not lost else [g for g in given if g.ids in kept][: len(t.turns)])
-    Faulty.late.clear()
-    return len(played)
+    counts.update({f"fault: {name}": count for name, count in Faulty.faults.items() if name})
+    counts["requests of agents"] = Faulty.faults.total()
+    return counts
+
+
+def check_episode(t, given, received):
+    """Nothing that a client received or the engine sampled for a turn is lost, and each is trained once."""
+    assert t.stop_reason in (StopReason.TERMINATED, StopReason.MAX_TURNS), (t.stop_reason, t.detail)
+    assert {str(turn.index) for turn in t.turns} >= set(received)
+    assert len(received) == len(set(received))
+    lost = len(given) - len(t.turns)  # of requests in flight at the end
+    assert 0 <= lost <= t.state["gateway"]["counts"].get("requests in flight at the end", 0)
+    kept = {s.ids for g in t.segments for s in g.spans}
+    check_laws(t, given if not lost else [g for g in given if g.ids in kept][: len(t.turns)])
 
 
 @pytest.mark.slow
 async def test_a_storm_of_client_faults_loses_nothing_and_trains_nothing_twice(hermes):
-    assert await storm(hermes, 3, 16) > 16
+    counts = await storm(hermes, 3, 16)
+    assert counts["episodes"] > 16
+    assert (
+        0.05 < sum(n for name, n in counts.items() if name.startswith("fault: ")) / counts["requests of agents"] < 0.2
+    )
 
 
 @pytest.mark.full
 async def test_a_minute_of_256_agents_with_client_faults(hermes):
-    assert await storm(hermes, 60, 256) > 256
+    assert (await storm(hermes, 60, 256))["episodes"] > 256

@@ -428,3 +428,38 @@ def test_a_hundred_thousand_episodes(browser, tmp_path):
         check_quiet(browser)
     finally:
         served.close()
+
+
+def test_the_forest_shows_the_agent_and_the_reason_of_each_branch(browser, tmp_path):
+    """Two branches of one turn, and a sub-agent that a third request continues."""
+
+    def turn(index, segment, parent, reason=None):
+        info = {"request": {"parent": parent}, **({"new_segment": reason} if reason else {})}
+        return dataclasses.replace(
+            episode(0, 0, 1.0).turns[0], index=index, segment=segment, context_length=5, info=info
+        )
+
+    t = episode(0, 0, 1.0)
+    (whole,) = t.segments
+    turns = [
+        turn(0, 0, -1),
+        turn(1, 1, 0, f"another request continued the same turn {EVIL}"),
+        turn(2, 2, -1, "an agent with another system prompt began"),
+        turn(3, 3, 2, "the template drops earlier thinking"),
+    ]
+    segments = (whole, whole, *[dataclasses.replace(whole, agent_id="agent-1")] * 2)
+    t = dataclasses.replace(t, segments=segments, turns=tuple(turns))
+    detail = episode_detail(json.loads(encode(to_record(t))), None, decode, None)
+    (tmp_path / "e.html").write_text(html_of(detail), encoding="utf-8")
+    open_page(browser, (tmp_path / "e.html").as_uri())
+    find(browser, "[data-tab=tokens]")[0].click()
+    trees = [item.text.split("\n") for item in find(browser, ".forest > ul > li")]
+    assert [[line.split(",")[0] for line in tree if line.startswith("segment")] for tree in trees] == [
+        ["segment 0 policy", "segment 1 policy"],
+        ["segment 2 agent-1", "segment 3 agent-1"],
+    ]
+    shown = text(browser, ".forest")
+    assert "turn 1 continues turn 0; another request continued the same turn" in shown
+    assert "turn 2 an agent with another system prompt began" in shown
+    find(browser, ".forest button")[-1].click()
+    check_quiet(browser)

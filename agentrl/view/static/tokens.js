@@ -154,6 +154,23 @@ AR.tokens = function (e, number, mode, about, difference) {
   return box;
 };
 
+// The segments of an episode as a forest: each below the one from which it branches.
+AR.forest = function (e, boxes) {
+  const nodes = e.forest || [];
+  if (nodes.length < 2) return null;
+  const below = (n) => nodes.flatMap((node, i) => (node.parent_segment === n ? [i] : []));
+  const item = (n) => {
+    const node = nodes[n];
+    const why = [node.parent_turn === null ? null : `continues turn ${node.parent_turn}`, node.reason].filter(Boolean).join("; ");
+    const children = below(n);
+    return AR.h("li", { "data-agent": AR.visible(node.agent) },
+      AR.h("button", { type: "button", onclick: () => boxes[n].scrollIntoView({ block: "center" }) }, `segment ${n}`),
+      ` ${AR.visible(node.agent)}, ${node.turns.length === 1 ? "turn" : "turns"} ${node.turns.join(", ") || "–"} `,
+      why ? AR.h("span", { class: "soft" }, AR.visible(why)) : null, children.length ? AR.h("ul", {}, children.map(item)) : null);
+  };
+  return AR.h("nav", { class: "forest", "aria-label": "conversations of this episode" }, AR.h("ul", {}, below(null).map(item)));
+};
+
 AR.tokenView = function (e, options = {}) {
   let mode = AR.mode || "provenance";
   const about = AR.h("div", { class: "about", role: "status" }, "hover over a token, or use ← and →");
@@ -171,7 +188,7 @@ AR.tokenView = function (e, options = {}) {
     }));
     boxes.forEach((b) => b.recolor(name));
   };
-  const view = AR.h("section", { class: "token-view" }, AR.h("div", { class: "bar", role: "group", "aria-label": "colour tokens by" }, AR.h("span", { class: "soft" }, "colour by"), buttons), legend,
+  const view = AR.h("section", { class: "token-view" }, AR.h("div", { class: "bar", role: "group", "aria-label": "colour tokens by" }, AR.h("span", { class: "soft" }, "colour by"), buttons), legend, AR.forest(e, boxes),
     boxes.map((b, n) => [e.segments.length > 1 ? AR.h("h2", {}, `segment ${n}`, e.segments[n].origin ? AR.h("span", { class: "soft" }, ` ${AR.visible(e.segments[n].origin)}`) : null) : null, b]), about);
   view.choose = (n) => buttons[n] && buttons[n].click();
   choose(mode);
