@@ -294,7 +294,7 @@ class Turn:
     seed: int = 0
     """seed of the generation"""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """generate_s, tools_s, env_s in seconds; and cached_tokens"""
+    """generate_s, tools_s, env_s in seconds; and cached_tokens, and the counts of `Speculation` as spec_verify_steps, spec_accepted, spec_proposed"""
     agent_id: str = "policy"
     """who acted: 'policy', or a role of `Env.roles`, or an agent at the gateway"""
     context: tuple[Message, ...] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.errors import ConfigError, EngineFailure, shown
@@ -38,6 +38,17 @@ class SamplingParams:
     """seed of the generation; used by deterministic engines"""
 
 
+class Speculation(NamedTuple):
+    """Counts of speculative decoding."""
+
+    verify_steps: int
+    """forward passes of the model, each of which verified drafts and added at least one token"""
+    accepted: int
+    """draft tokens that the model accepted"""
+    proposed: int
+    """draft tokens that were proposed"""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The result of `generate`."""
@@ -58,9 +69,18 @@ class Generation:
     versions: tuple[tuple[int, int], ...] = ()
     """(version, number of tokens) in order, where a weight update interrupted the generation and it continued with its tokens; empty:
     `policy_version` sampled all of them, else that is the last"""
+    speculation: Speculation | None = None
+    """None: the engine did not speculate"""
     context_crc: int | None = None
     """checksum (`agentrl.core.sequences.ids_checksum`) of the context ids that were sampled from, computed where they leave for the engine;
     None: a recorded generation, of which nothing was sent"""
+
+    def counts(self) -> dict[str, float]:
+        """What `Turn.timings` holds besides seconds."""
+        counts: dict[str, float] = {"cached_tokens": self.cached_tokens}
+        if self.speculation is not None:
+            counts |= {f"spec_{name}": value for name, value in self.speculation._asdict().items()}
+        return counts
 
 
 @dataclass(frozen=True, slots=True)

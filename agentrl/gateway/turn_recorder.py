@@ -86,7 +86,7 @@ class TurnRecorder:
                 seed=sampled.seed,
                 action=action,
                 matched_stop=generation.matched_stop,
-                timings={"generate_s": sampled.seconds, "cached_tokens": generation.cached_tokens},
+                timings={"generate_s": sampled.seconds, **generation.counts()},
                 info=info,
                 agent_id=plan.agent_id,
             )

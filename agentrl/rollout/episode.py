@@ -307,7 +307,7 @@ class Episode:
             seed=seed,
             action=action,
             matched_stop=generation.matched_stop,
-            timings={"generate_s": elapsed, "cached_tokens": generation.cached_tokens},
+            timings={"generate_s": elapsed, **generation.counts()},
             agent_id=role,
         )
         self.begin_turn(self.draft)

@@ -11,6 +11,7 @@ from agentrl.reward import component_means
 from agentrl.rollout.branching import LEFT_RECORD
 from agentrl.rollout.failures import CauseTable
 from agentrl.train.advantage import EQUAL
+from agentrl.train.sample import spec_info
 from agentrl.types import Group, Provenance, Status, Trajectory, by_role
 
 
@@ -73,8 +74,24 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
         "invalid_turns": fmean(sum(not turn.action.valid for turn in t.turns) for t in episodes),
     }
     metrics |= role_rewards(episodes)
+    metrics |= speculation_metrics(episodes)
     metrics |= {f"abstained/{name}": count for name, count in abstentions(episodes).items()}
     return metrics | {f"reward/{name}": mean for name, mean in component_means(episodes).items()}
+
+
+def speculation_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of draft tokens that were accepted, and tokens per verification; {} if the engine did not speculate."""
+    totals: Counter[str] = Counter()
+    for t in episodes:
+        spans = [span for segment in t.segments for span in segment.spans]
+        totals.update(spec_info(t.turns, spans))
+    if not totals["spec_verify_ct"]:
+        return {}
+    accepted = totals["spec_accept_token_num"] / max(totals["spec_draft_token_num"], 1)
+    return {
+        "spec_accept_rate": accepted,
+        "spec_accept_length": totals["completion_token_num"] / totals["spec_verify_ct"],
+    }
 
 
 def metrics_by_env(groups: Sequence[Group]) -> dict[str, float]:

@@ -189,7 +189,7 @@ def _turns(
                 matched_stop=exchange.generation.matched_stop,
                 context_crc=exchange.crc,
                 seed=exchange.seed,
-                timings={"generate_s": exchange.seconds, "cached_tokens": exchange.generation.cached_tokens},
+                timings={"generate_s": exchange.seconds, **exchange.generation.counts()},
             )
         )
     return turns

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.core.message_images import Image
 from agentrl.errors import InvariantError
-from agentrl.types import Message, Provenance, Span, Status, Trajectory
+from agentrl.types import Message, Provenance, Span, Status, Trajectory, Turn
 
 Runs = list[tuple[int, int]]
 """run-length encoding: (value, count), in order"""
@@ -98,6 +98,9 @@ class Sample:
     temperature: float = 1.0
     """sampling temperature; 0: greedy"""
     seeds: dict[str, int] = field(default_factory=dict)
+    spec_info: dict[str, int] = field(default_factory=dict)
+    """counts of speculative decoding in the segment's turns: spec_verify_ct, spec_accept_token_num, spec_draft_token_num, completion_token_num;
+    empty: the engine did not speculate"""
     allow_demonstration: bool = False
     """DEMONSTRATION tokens may have mask 1 (SFT)"""
 
@@ -219,8 +222,20 @@ def segment_sample(
         turn_of=_runs((s.turn, len(s.ids)) for s in response),
         temperature=next((s.temperature for s in response if s.provenance is Provenance.SAMPLED), 1.0),
         seeds={"episode": t.seed},
+        spec_info=spec_info([turn for turn in t.turns if turn.segment == index], response),
         allow_demonstration=demonstrations,
     )
+
+
+def spec_info(turns: Sequence[Turn], spans: Sequence[Span]) -> dict[str, int]:
+    """The sums of the turns in which the engine speculated, and the tokens that they sampled; empty if there is none."""
+    told = {turn.index: turn.timings for turn in turns if "spec_verify_steps" in turn.timings}
+    if not told:
+        return {}
+    names = {"spec_verify_ct": "verify_steps", "spec_accept_token_num": "accepted", "spec_draft_token_num": "proposed"}
+    sums = {name: int(sum(counts[f"spec_{count}"] for counts in told.values())) for name, count in names.items()}
+    sampled = (len(s.ids) for s in spans if s.turn in told and s.provenance is Provenance.SAMPLED)
+    return {**sums, "completion_token_num": sum(sampled)}
 
 
 def _expand(spans: Iterable[Span], value: Callable[[Span], int]) -> list[int]:

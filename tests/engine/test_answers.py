@@ -10,8 +10,9 @@ from doubles import EMBEDDED, FakeEngine, play
 from echo import Echo
 from engine_answers import GOOD, MISSING, Says, changed
 
-from agentrl.engine.base import Generation, SamplingParams
+from agentrl.engine.base import Generation, SamplingParams, Speculation
 from agentrl.engine.sglang.engine import SGLangEngine
+from agentrl.engine.sglang.protocol import concatenate
 from agentrl.engine.sglang.router import servers_at
 from agentrl.errors import EngineFailure
 from agentrl.train.sample import to_samples
@@ -75,6 +76,7 @@ WRONG = {
     "triples that are a text": (changed(TRIPLES, "abc"), "engine: malformed answer"),
     "output_ids that are a number": (changed("output_ids", 3), "engine: malformed answer"),
     "cached_tokens as text": (changed("meta_info.cached_tokens", "many"), "engine: malformed answer"),
+    "drafts as text": (changed("meta_info.spec_verify_ct", "4"), "engine: malformed answer"),
     "matched is an object": (changed("meta_info.finish_reason.matched", {}), "engine: malformed answer"),
     "no weight version": (changed("meta_info.weight_version", MISSING), "engine: malformed answer"),
     "versions that are a number": (changed("meta_info.weight_versions", 5), "engine: malformed answer"),
@@ -94,6 +96,26 @@ async def test_a_wrong_answer_is_an_engine_failure_with_its_cause(server, engine
         await engine.generate([1, 2, 3], FIVE, session="a")
     assert e.value.cause == cause
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("spec_num_correct_drafts", "spec_num_proposed_drafts"), ("spec_accept_token_num", "spec_draft_token_num")],
+)
+async def test_the_counts_of_speculative_decoding_are_read_under_both_names(server, engine, names):
+    assert (await engine.generate([1, 2, 3], FIVE, session="a")).speculation is None
+    counts = dict(zip(("spec_verify_ct", *names), (4, 5, 12), strict=True))
+    server.said = {**GOOD, "meta_info": {**GOOD["meta_info"], **counts}}
+    generation = await engine.generate([1, 2, 3], FIVE, session="a")
+    assert generation.speculation == Speculation(4, 5, 12)
+    assert generation.counts() | {"cached_tokens": 0} == {
+        "cached_tokens": 0,
+        "spec_verify_steps": 4,
+        "spec_accepted": 5,
+        "spec_proposed": 12,
+    }
+    whole = concatenate([generation, replace(generation, speculation=None), generation])
+    assert whole.speculation == Speculation(8, 10, 24)
 
 
 DESCRIPTIONS = {

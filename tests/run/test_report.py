@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from doubles import group_of, trajectory
+from doubles import OBSERVATION, PROMPT, SAMPLED, group_of, span, trajectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from agentrl.config import Config, build_config
 from agentrl.rollout.failures import CauseTable
 from agentrl.run.metrics import eval_metrics, mean_over_steps, rollout_metrics
 from agentrl.run.report import LEGEND, Report
+from agentrl.train.sample import to_samples
 from agentrl.train.schedule import rollout_learning_rate
-from agentrl.types import Group, StopReason, Task
+from agentrl.types import Action, Group, StopReason, Task, Turn
 
 CONFIG = build_config({"env": "search_r1", "hf_checkpoint": "search_r1_3m", "seed": 3})
 SECONDS = {"rollout_s": 2.0, "train_s": 1.5, "sync_s": 0.25}
@@ -65,6 +66,24 @@ def test_metrics_of_a_rollout_cover_the_complete_groups():
         "invalid_turns": 0.0,
         "reward/r": 0.75,
     }
+
+
+def test_speculative_decoding_is_counted_over_the_rollout_and_in_samples():
+    spans = [span(PROMPT, (1, 2), -1), span(SAMPLED, (3, 4, 5, 6)), span(OBSERVATION, (7,)), span(SAMPLED, (8, 9), 1)]
+    counts = {"spec_verify_steps": 2, "spec_accepted": 1, "spec_proposed": 6}
+    turns = [Turn(0, 0, 2, Action("x"), timings=counts), Turn(1, 0, 7, Action("y"))]
+    told, other = trajectory([spans], turns=turns), trajectory([spans], index=1)
+    (sample,) = to_samples(told)
+    assert sample.spec_info == {
+        "spec_verify_ct": 2,
+        "spec_accept_token_num": 1,
+        "spec_draft_token_num": 6,
+        "completion_token_num": 4,
+    }
+    assert to_samples(other)[0].spec_info == {}
+    metrics = rollout_metrics([Group(0, told.task, (told, other))], CauseTable(), 0)
+    assert (metrics["spec_accept_rate"], metrics["spec_accept_length"]) == (1 / 6, 2.0)
+    assert "spec_accept_rate" not in rollout_metrics([Group(0, told.task, (other,))], CauseTable(), 0)
 
 
 def test_a_rollout_that_lost_everything_has_counts_and_no_means():

@@ -14,7 +14,7 @@ import numpy as np
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.sequences import ids_checksum
-from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams
+from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams, Speculation
 from agentrl.engine.sampling import Decode, StopFinder
 from agentrl.errors import EngineFailure
 from agentrl.types import FinishReason
@@ -281,9 +281,21 @@ def read_generation(
         matched_stop=matched,
         policy_version=read_version(version, unnamed_version),
         cached_tokens=cached,
+        speculation=_read_speculation(meta, where),
         context_crc=context_crc,
         versions=versions if len(versions) > 1 else (),
     )
+
+
+def _read_speculation(meta: Mapping[str, Any], where: str) -> Speculation | None:
+    """The counts of speculative decoding; None if the server did not speculate. Older versions use other names."""
+    if not (steps := meta.get("spec_verify_ct")):
+        return None
+    accepted = meta.get("spec_num_correct_drafts", meta.get("spec_accept_token_num", 0))
+    proposed = meta.get("spec_num_proposed_drafts", meta.get("spec_draft_token_num", 0))
+    if any(type(count) is not int or count < 0 for count in (steps, accepted, proposed)):
+        raise malformed(where, f"spec_verify_ct {steps!r:.60}, {accepted!r:.60} of {proposed!r:.60} drafts accepted")
+    return Speculation(steps, accepted, proposed)
 
 
 def _read_versions(meta: Mapping[str, Any], unnamed: int, where: str) -> tuple[tuple[int, int], ...]:
@@ -343,6 +355,7 @@ def concatenate(parts: list[Generation]) -> Generation:
     if len(parts) == 1:
         return last
     versions: list[tuple[int, int]] = []
+    told = [part.speculation for part in parts if part.speculation is not None]
     for part in parts:
         for version, count in part.versions or ((part.policy_version, len(part.ids)),):
             if versions and versions[-1][0] == version:
@@ -356,6 +369,7 @@ def concatenate(parts: list[Generation]) -> Generation:
         matched_stop=last.matched_stop if last.finish_reason is FinishReason.STOP else None,
         policy_version=last.policy_version,
         cached_tokens=parts[0].cached_tokens,
+        speculation=Speculation(*map(sum, zip(*told, strict=True))) if told else None,
         context_crc=parts[0].context_crc,
         versions=tuple(versions) if len(versions) > 1 else (),
     )
