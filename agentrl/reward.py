@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, overload
@@ -116,7 +117,14 @@ def _only_reward(module: Any) -> Any:
 
 
 REWARDS = Registry(
-    "reward", {"em": "agentrl.rewards.answers:em", "f1": "agentrl.rewards.answers:f1"}, default=_only_reward
+    "reward",
+    {
+        "em": "agentrl.rewards.answers:em",
+        "f1": "agentrl.rewards.answers:f1",
+        "math": "agentrl.rewards.math_answers:math_correct",
+        "well_formed": "agentrl.rewards.formats:well_formed",
+    },
+    default=_only_reward,
 )
 
 
@@ -166,6 +174,13 @@ class Scorer:
         self.single = tuple(r for r in rewards if not r.group)
         self.group = tuple(r for r in rewards if r.group)
         self.pool = TimeoutPool("reward", threads=threads)
+        self.judgements: Mapping[str, Any] = {}
+
+    def with_judgements(self, recorded: Mapping[str, Any]) -> Scorer:
+        """This scorer, whose rewards are given the recorded answers of servers (`Trajectory.judgements`)."""
+        scorer = copy(self)
+        scorer.judgements = recorded
+        return scorer
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the components of all single rewards; unchanged if it was not `played`.
@@ -180,12 +195,12 @@ class Scorer:
         if trajectory.roles:
             return _with_sides(trajectory, [await self.score(trajectory.of_role(role)) for role in trajectory.roles])
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
-        given = _with_own_task(trajectory) if self.single else trajectory
+        given = self._with_own(trajectory) if self.single else trajectory
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
                 out = await self.pool.call(r.fn, given, timeout_s=r.timeout_s)
                 self._add(r, out, values, weights)
-        return replace(trajectory, rewards=values, weights=weights)
+        return replace(trajectory, rewards=values, weights=weights, judgements=given.judgements)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories with the components of all group rewards; those that were not `played` are not offered to them.
@@ -201,14 +216,18 @@ class Scorer:
         played = [i for i, t in enumerate(scored) if t.played]
         for r in self.group if played else ():
             with boundary(RewardFailure, f"reward {r.name}"):
-                given = [_with_own_task(scored[i]) for i in played]
-                returned = await self.pool.call(r.fn, given, timeout_s=r.timeout_s)
+                given = [self._with_own(scored[i]) for i in played]
+                returned = await self.pool.call(r.fn, list(given), timeout_s=r.timeout_s)
                 outs = _group_values(r, returned, len(played))
-            for i, out in zip(played, outs, strict=True):
+            for i, out, member in zip(played, outs, given, strict=True):
                 values, weights = dict(scored[i].rewards), dict(scored[i].weights)
                 self._add(r, out, values, weights)
-                scored[i] = replace(scored[i], rewards=values, weights=weights)
+                scored[i] = replace(scored[i], rewards=values, weights=weights, judgements=member.judgements)
         return scored
+
+    def _with_own(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with copies of its task and judgements, which the reward may change."""
+        return replace(trajectory, task=trajectory.task.copy(), judgements={**self.judgements, **trajectory.judgements})
 
     def _add(self, r: Reward, out: Any, values: dict[str, float | None], weights: dict[str, float]) -> None:
         """Add what a reward returned to the components and their weights."""
@@ -240,13 +259,8 @@ def _with_sides(trajectory: Trajectory, sides: Sequence[Trajectory]) -> Trajecto
     """An episode with the components of its roles' sides."""
     rewards = {f"{name}.{side.role}": value for side in sides for name, value in side.rewards.items()}
     weights = {f"{name}.{side.role}": weight for side in sides for name, weight in side.weights.items()}
-    return replace(trajectory, rewards=rewards, weights=weights)
-
-
-def _with_own_task(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with a copy of its task, which the reward may change."""
-    task = trajectory.task.copy()
-    return trajectory if task is trajectory.task else replace(trajectory, task=task)
+    judgements = {key: answer for side in sides for key, answer in side.judgements.items()}
+    return replace(trajectory, rewards=rewards, weights=weights, judgements=judgements)
 
 
 def _group_values(r: Reward, returned: Any, members: int) -> list[Any]:

@@ -40,6 +40,8 @@ class ToolLimits:
     """time limit of one attempt, in seconds; when it expires, the policy reads an error"""
     max_concurrency: int = 64
     """concurrent calls, over all episodes"""
+    max_per_second: float | None = None
+    """calls and further attempts that start per second, over all episodes; None: no limit. The wait is not part of `timeout_s`"""
     retries: int = 1
     """further attempts after a failure of infrastructure (`InfraError`, connection errors, timeouts of clients, HTTP 5xx and other kinds, see
     `register_infra_error`); other exceptions are not retried"""
@@ -55,6 +57,8 @@ class ToolLimits:
 
     def __post_init__(self) -> None:
         check_limit("a tool's limits", "timeout_s", self.timeout_s)
+        if self.max_per_second is not None:
+            check_limit("a tool's limits", "max_per_second", self.max_per_second)
         for name, least in (("max_concurrency", 1), ("retries", 0), ("max_result_bytes", 0), ("max_hung", 1)):
             check_limit("a tool's limits", name, getattr(self, name), least=least)
         if not isinstance(self.parallel, bool):

@@ -394,6 +394,8 @@ class Trajectory:
     """the roles that the policy played, in an environment of several speakers; each is trained by its own rewards (`of_role`)"""
     role: str = ""
     """the role whose side of an episode this is; empty: the whole episode"""
+    judgements: Mapping[str, Any] = field(default_factory=dict)
+    """answers of servers that rewards asked, by the hash of the request; a reward that asks again is given these"""
 
     def of_role(self, role: str) -> Trajectory:
         """The episode as the role's own: its tokens, its rewards. All turns stay, with what they added to the role's score.

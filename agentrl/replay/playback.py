@@ -198,4 +198,5 @@ def with_playback(runner: EpisodeRunner, generator: PlaybackGenerator, tools: Pl
         rewrite_context=rewrite,
         driver=driver,
         players=players,
+        scorer=runner.scorer.with_judgements(generator.recorded.judgements),
     )

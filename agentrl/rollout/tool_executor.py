@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from agentrl.core.infra_errors import is_infra_error
 from agentrl.core.message_images import is_image, load_parts, parts_of
+from agentrl.core.rate_limit import RateLimit
 from agentrl.core.timeout_pool import DeadlineError, PoolExhaustedError, TimeoutPool
 from agentrl.errors import ContractError, ToolFailure, describe, suggest
 from agentrl.tool import BadArgumentsError, ToolSpec
@@ -32,7 +33,7 @@ SaveOutput = Callable[[str, bytes], None]
 
 
 class ToolLimiter:
-    """What all episodes share of one tool: its threads, its limit of concurrent calls and its counts."""
+    """What all episodes share of one tool: its threads, its limits of concurrent calls and of their rate, and its counts."""
 
     def __init__(self, spec: ToolSpec, processes: int = 1) -> None:
         limits = spec.limits
@@ -44,6 +45,7 @@ class ToolLimiter:
                 "or the tool a higher max_concurrency"
             )
         self.slots = asyncio.Semaphore(concurrency)
+        self.rate = RateLimit(limits.max_per_second / processes if limits.max_per_second else None)
         self.pool = TimeoutPool(
             f"tool-{spec.name}", threads=min(concurrency, _MAX_THREADS), max_abandoned=limits.max_hung
         )
@@ -143,6 +145,7 @@ class ToolExecutor:
     ) -> ToolResult:
         assert spec.fn is not None, "calls of tools without a function are not made"
         for attempt in range(spec.limits.retries + 1):
+            await limiter.rate.wait()
             try:
                 value = await limiter.pool.call(partial(spec.fn, **arguments), timeout_s=spec.limits.timeout_s)
                 parts = parts_of(value)

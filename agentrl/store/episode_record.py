@@ -49,7 +49,7 @@ def _field_reader(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 _turn_fields, _action_fields, _task_fields = map(_field_reader, (Turn, Action, Task))
 _TRAJECTORY_FIELDS = tuple(f.name for f in fields(Trajectory))
-_OPTIONAL = ("detail", "parent", "branch_turn", "roles", "role")
+_OPTIONAL = ("detail", "parent", "branch_turn", "roles", "role", "judgements")
 """Fields of a trajectory that its record lacks where they hold the default."""
 _PROPERTY_AFTER = {"stop_reason": "status", "weights": "score"}
 """Properties of a trajectory that its record holds, by the field that they follow."""
@@ -147,7 +147,7 @@ def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
         del values["detail"]
     if t.parent is None:
         del values["parent"], values["branch_turn"]
-    for name in ("roles", "role"):
+    for name in ("roles", "role", "judgements"):
         if not values[name]:
             del values[name]
     return {"version": VERSION, "kind": "episode", **extra, **values}
