@@ -97,3 +97,14 @@ def test_the_curves_of_estimators_are_drawn_over_their_sampled_tokens(tmp_path):
     assert [r["estimator"] for r in record["runs"]] == ["grpo", "branch_rloo", "distillation"]
     assert all(len(r["points"]) == 2 for r in record["runs"])
     assert (tmp_path / "estimator_curves.png").stat().st_size > 1000
+
+
+@pytest.mark.full
+def test_a_run_with_killed_processes_equals_one_without(tmp_path):
+    """5 kills of the controller and of ranks: metrics, episodes and weights to the bit."""
+    command = [sys.executable, "benchmarks/chaos.py", "--kills", "5", "--out", str(tmp_path / "chaos.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    record = json.loads((tmp_path / "chaos.json").read_text())
+    assert (record["value"], record["differences"]) == (5, [])
+    assert set(record["kills"]) == {"controller", "rank"}

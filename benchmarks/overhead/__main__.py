@@ -24,6 +24,7 @@ CLIENTS = {
     "raw": ("floor",),
     "agentrl": ("agent",),
     "agentrl+uvloop": ("agent", "--uvloop"),
+    "agentrl --schedule async": ("agent", "--windowed"),
     "agentrl, no text twice": ("agent", "--new-documents"),
 }
 Runs = list[dict[str, Any]]

@@ -18,13 +18,20 @@ from agentrl.render import Renderer
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
+from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.rollout import Rollout, RolloutLimits
+from agentrl.run.generation_gate import GenerationGate
+from agentrl.run.group_player import GroupPlayer
+from agentrl.schedule.pipeline import Pipeline
+from agentrl.schedule.window import Pace, WindowedFifo
 from agentrl.store import EpisodeWriter, exactness_violations, read_episodes
-from agentrl.types import EpisodeSpec, Task
+from agentrl.types import EpisodeSpec, Group, Task
 from benchmarks.overhead.assets import ANSWER, CONTEXT, MODEL, SYSTEM, load, make_agent_renderer, question
 from benchmarks.overhead.meter import METER
 
 GROUP = 8
+BATCH = 8
+"""groups per rollout, in a window"""
 _ASSETS = load()
 
 
@@ -95,26 +102,76 @@ def specs(episodes: int, first: int = 0) -> list[list[EpisodeSpec]]:
 
 
 async def run(
-    address: str, episodes: int, turns: int, concurrency: int, *, renderer: Renderer | None = None, record: bool = True
+    address: str,
+    episodes: int,
+    turns: int,
+    concurrency: int,
+    *,
+    renderer: Renderer | None = None,
+    record: bool = True,
+    windowed: bool = False,
 ) -> dict[str, Any]:
-    """All episodes, measured; then the record (unless there is to be none) is read and every token compared."""
+    """All episodes, measured; then the record (unless there is to be none) is read and every token compared.
+
+    `windowed`: they are played as with --schedule async, in a window and through the gate that weight updates close.
+    """
     folder = Path(tempfile.mkdtemp())
-    runner = make_runner(address, renderer or make_agent_renderer(), turns)
-    await runner.engine.start()
-    rollout = Rollout(runner, RolloutLimits(concurrency=concurrency))
+    fleet = Fleet([Member(SGLangEngine(address, model_dir=MODEL, context_length=CONTEXT))])
+    engine: Any = GenerationGate(fleet) if windowed else fleet
+    runner = make_runner(address, renderer or make_agent_renderer(), turns, engine=engine)
+    await fleet.start()
+    limits = RolloutLimits(concurrency=concurrency)
+    rollout = Rollout(runner, limits)
     await rollout.run(specs(1, first=1 << 20))  # warm
     writer = EpisodeWriter(folder)
     METER.start(episodes)
-    groups, table = await rollout.run(specs(episodes), progress=writer.write if record else None)
+    if windowed:
+        groups, table = await play_in_window(rollout, limits, specs(episodes), writer)
+    else:
+        groups, table = await rollout.run(specs(episodes), progress=writer.write if record else None)
     writer.close()
     found = METER.stop(turns)
-    await runner.engine.close()
+    await fleet.close()
     runner.close()
     left = len(asyncio.all_tasks()) - 1
     trajectories = [t for g in groups for t in g.trajectories]
     checked = check(trajectories, folder, turns)
     shutil.rmtree(folder)
     return {**found, "done": len(trajectories), "causes": str(table), "tasks_left": left, **checked}
+
+
+class Source:
+    """Hands out groups."""
+
+    def __init__(self, groups: list[list[EpisodeSpec]]) -> None:
+        self._groups = iter(groups)
+
+    def get_samples(self, number: int) -> list[list[EpisodeSpec]]:
+        """The next groups."""
+        return [next(self._groups) for _ in range(number)]
+
+
+async def play_in_window(
+    rollout: Rollout, limits: RolloutLimits, groups: list[list[EpisodeSpec]], writer: EpisodeWriter
+) -> tuple[list[Group], CauseTable]:
+    """As the loop of --schedule async does, with a trainer that takes no time: twice as many groups are in flight as may run at once."""
+    at_once = max(1, limits.concurrency // GROUP)
+    pace = Pace(batch=min(BATCH, len(groups)), buffer=max(2 * at_once, BATCH), window=BATCH)
+    player = GroupPlayer(Source(groups), rollout, limits)  # type: ignore[arg-type]
+    complete, causes = [], CauseTable()
+    async with Pipeline(WindowedFifo(pace, len(groups)), player.play) as pipeline:
+        for step in range(len(groups) // pace.batch):
+            for taken in await pipeline.take():
+                del player.specs[taken.slot]
+                causes.merge(taken.outcome.causes)
+                for trajectory in taken.outcome.attempts:
+                    schedule = {"slot": taken.slot, "staleness": taken.staleness}
+                    writer.write(trajectory, step=step, split="train", schedule=schedule)
+                if taken.outcome.group is not None:
+                    complete.append(taken.outcome.group)
+            async with pipeline.publishing():
+                pass
+    return complete, causes
 
 
 def check(trajectories: list[Trajectory], folder: Path, turns: int) -> dict[str, Any]:

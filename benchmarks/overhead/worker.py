@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("kind", choices=("floor", "agent"))
     parser.add_argument("--uvloop", action="store_true")
     parser.add_argument("--new-documents", action="store_true")
+    parser.add_argument("--windowed", action="store_true", help="play as with --schedule async")
     args = parser.parse_args()
     more: dict[str, Any] = {}
     if args.kind == "floor":
@@ -30,7 +31,7 @@ def main() -> None:
 
         run = agent.run
         agent.NEW_DOCUMENTS = args.new_documents
-        more["renderer"] = agent.make_agent_renderer()
+        more |= {"renderer": agent.make_agent_renderer(), "windowed": args.windowed}
     imported_mb = memory_kb("VmRSS") / 1024
     print("ready", flush=True)
     for line in sys.stdin:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-from chaos import Chaos
 
 from agentrl.config import build_config, read_toml
 from agentrl.store import exactness_violations, read_episodes, read_records
@@ -149,22 +148,6 @@ def test_killed_and_resumed(tmp_path, whole, when, at):
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed after rollout" in resumed.stdout
     equal(run, whole)
-
-
-@pytest.mark.full
-def test_rank_and_controller_are_killed_and_the_run_goes_on_by_itself(tmp_path, whole):
-    run = tmp_path / "run"
-    words = [sys.executable, "-m", "agentrl.cli", "train", "--env", "search_r1", "--run", str(run), *WORDS]
-    with (tmp_path / "out").open("wb") as out:
-        supervisor = subprocess.Popen([*words, "--use-fault-tolerance"], stdout=out, stderr=out)
-    chaos = Chaos(supervisor, run)
-    chaos.kill("rank", after_rollouts=1)
-    chaos.kill("controller", after_rollouts=2)
-    assert supervisor.wait(600) == 0, (tmp_path / "out").read_text()
-    equal(run, whole)
-    log = (run / "run.log").read_text()
-    assert "the trainer continues from" in log
-    assert "resumed after rollout" in log
 
 
 @pytest.mark.slow
