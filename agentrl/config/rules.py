@@ -30,6 +30,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     _check_functions(config)
     _check_schedule(config)
     _check_eval_data(config.eval.eval_prompt_data)
+    _check_eval_engine(config)
     unread = [f"{_flag(name)} has no effect {what}" for name, what in _without_effect(config) if name in given]
     if unread:
         raise ConfigError.of_all(unread)
@@ -241,6 +242,16 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"{given[0]} generates during training, so engines need memory of their own; leave out --colocate"
         )
+
+
+def _check_eval_engine(config: Config) -> None:
+    chosen = config.eval.eval_engine
+    if not chosen:
+        return
+    if config.engine.engine == "local" and chosen != ("separate",):
+        raise ConfigError(f"--eval-engine with --engine local can only be separate; found {' '.join(chosen)}")
+    if config.rollout.runner_processes > 1:
+        raise ConfigError("--eval-engine plays evaluations in one process; leave out --runner-processes")
 
 
 def _check_ray(config: Config) -> None:

@@ -57,9 +57,15 @@ class Collector:
         self._fingerprint = settings_fingerprint(components.config)
 
     async def collect(
-        self, groups: Sequence[Sequence[EpisodeSpec]], *, policy_version: int, step: int, split: str
+        self,
+        groups: Sequence[Sequence[EpisodeSpec]],
+        *,
+        policy_version: int,
+        step: int,
+        split: str,
+        engine: Engine | None = None,
     ) -> CollectedEpisodes:
-        """Play all groups with the seed and the temperature of `split`.
+        """Play all groups with the seed and the temperature of `split`, on `engine` or else on the run's.
 
         Every finished attempt is recorded, also when the rollout fails or is cancelled.
         """
@@ -79,7 +85,7 @@ class Collector:
         violations = 0
         settings = self.settings(split, policy_version)
         try:
-            async with progress, self.runner(settings, CountedGenerator(self.engine, progress)) as runner:
+            async with progress, self.runner(settings, CountedGenerator(engine or self.engine, progress)) as runner:
                 rollout = Rollout(
                     runner,
                     self.components.rollout_limits(),

@@ -44,6 +44,7 @@ from agentrl.train.rows import NO_IMAGES
 if TYPE_CHECKING:
     from agentrl.engine.local.engine import LocalEngine
     from agentrl.engine.sglang.plan import ServerPlan
+    from agentrl.run.evaluation_engine import EvaluationEngine
     from agentrl.train.base import Critic, Trainer
     from agentrl.train.distillation import Teachers
     from agentrl.train.megatron.trainer import MegatronTrainer
@@ -321,6 +322,22 @@ class Components:
                     member.engine.keep_tokens(self.tokenizer.decode)
             return fleet
         return self._local_engine(self.folder)
+
+    def evaluation_engine(self) -> EvaluationEngine | None:
+        """The engine of `--eval-engine`, not started; None: evaluations are played on the engine of the rollouts.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        from agentrl.run.evaluation_engine import EvaluationEngine, evaluation_servers
+
+        chosen = self.config.eval.eval_engine
+        if not chosen:
+            return None
+        if self.servers is not None:
+            return evaluation_servers(self.config, chosen, self.folder, self.context_length)
+        engine = self._local_engine(self.folder)
+        return EvaluationEngine(engine, self.weight_sync(engine))
 
     def _local_engine(self, folder: Path) -> LocalEngine:
         """The local engine of a model folder, not started."""

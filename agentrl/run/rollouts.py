@@ -12,6 +12,7 @@ from agentrl.config import Config
 from agentrl.core.program_name import command
 from agentrl.data.data_source import DataSource
 from agentrl.data.mixed_source import MixedSource
+from agentrl.engine.base import Engine
 from agentrl.errors import DataError
 from agentrl.run.collector import Collector
 from agentrl.run.components import Components
@@ -138,6 +139,10 @@ class EpisodeRun:
         """Start the engine with the weights it has."""
         await self.engine.start()
         self.policy_version = (await self.engine.health()).policy_version
+
+    async def evaluation_weights(self) -> tuple[Engine, int]:
+        """An engine for an evaluation with the weights as they are now, and their version."""
+        return self.engine, self.policy_version
 
     async def rollout(self, step: int) -> tuple[list[Group], StageReport]:
         """Play and record the next `rollout_batch_size` groups of episodes."""

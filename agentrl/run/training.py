@@ -14,13 +14,14 @@ from typing import Any
 
 from agentrl.config import Config, TrainSettings
 from agentrl.core.program_name import command
+from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.run.components import Components
-from agentrl.run.evaluation import evaluate
+from agentrl.run.evaluation import Evaluations, evaluate
 from agentrl.run.metrics import StageReport, mean_over_steps
 from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
-from agentrl.run.timeline import ceiling
+from agentrl.run.timeline import Timeline, ceiling
 from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule, check_schedule, uses_window
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import Critic, LossConfig, Row, Trainer
@@ -83,16 +84,19 @@ async def train(
 
 
 async def train_synchronously(run: TrainingRun) -> None:
-    """Rollout, optimize, sync, record, save: one after the other."""
-    for step in range(run.first_step, run.config.rollout.num_rollout):
-        if run.eval_due(step):
-            await evaluate(run, step)
-        groups, rollout = await run.rollout(step)
-        training = await run.optimize(step, groups)
-        sync = await run.sync(training)
-        run.record(step, rollout, training, sync)
-        if run.save_due(step):
-            await run.save(step + 1)
+    """Rollout, optimize, sync, record, save: one after the other. Evaluations run beside them if they have an engine of their own."""
+    async with Evaluations(run, beside=run.evaluation_engine is not None, timeline=Timeline()) as evaluations:
+        for step in range(run.first_step, run.config.rollout.num_rollout):
+            if run.eval_due(step):
+                await evaluations.start(step)
+            groups, rollout = await run.rollout(step)
+            training = await run.optimize(step, groups)
+            sync = await run.sync(training)
+            run.record(step, rollout, training, sync)
+            if run.save_due(step):
+                await evaluations.finish()
+                await run.save(step + 1)
+        await evaluations.finish()
     run.log.echo(ceiling(run.report.totals))
 
 
@@ -108,6 +112,8 @@ class TrainingRun(EpisodeRun):
         self.first_step: int = self.state.get("step", 0)
         self.optimizer_step: int = self.state.get("optimizer_step", 0)
         self.weights = components.weight_sync(self.engine)
+        self.evaluation_engine = components.evaluation_engine() if self.eval_sets else None
+        """the engine of --eval-engine"""
         self.estimator = find_estimator(self.config.train.advantage_estimator)
         self.critic: Critic | None = None
         """the value model, once it has started; None: the estimator needs none"""
@@ -151,8 +157,17 @@ class TrainingRun(EpisodeRun):
         if self.checkpoint is not None or (await self.engine.health()).policy_version != self.policy_version:
             await self.weights.yield_gpu(self.trainer)
             await self.weights.sync(self.trainer, self.policy_version)
+        if self.evaluation_engine is not None:
+            await self.evaluation_engine.start(self.trainer)
         if self.checkpoint is not None:
             self.log.echo(f"resumed after rollout {self.first_step} from {self.checkpoint}")
+
+    async def evaluation_weights(self) -> tuple[Engine, int]:
+        """See `EpisodeRun.evaluation_weights`; the engine of `--eval-engine` receives them."""
+        if self.evaluation_engine is None:
+            return await super().evaluation_weights()
+        await self.evaluation_engine.load(self.trainer, self.policy_version)
+        return self.evaluation_engine.engine, self.policy_version
 
     async def start_trainer(self) -> None:
         """Start the trainer's ranks, and those of the critic if the estimator needs one, without the engine."""
@@ -330,6 +345,8 @@ class TrainingRun(EpisodeRun):
     async def close(self) -> None:
         """See `EpisodeRun.close`; then stop the trainer."""
         await super().close()
+        if self.evaluation_engine is not None:
+            await self.evaluation_engine.close()
         if self._trainer is not None:
             await asyncio.to_thread(self._trainer.close)
         if self.critic is not None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from agentrl.data.mixed_source import MixedSource
 from agentrl.errors import ConfigError, InvariantError
 from agentrl.rollout.rollout import Rollout
 from agentrl.run.collector import CollectedEpisodes
-from agentrl.run.evaluation import evaluate
+from agentrl.run.evaluation import Evaluations
 from agentrl.run.generation_gate import GenerationGate
 from agentrl.run.group_buffer import FILE, read_buffer, write_buffer
 from agentrl.run.group_player import GroupPlayer, PlayedGroup, StoppedGroups, oldest_version
@@ -90,6 +90,7 @@ class WindowedTraining:
         self.pace = pace_of(config)
         self.timeline = Timeline()
         self.gate = GenerationGate(run.engine, self.timeline)
+        self.evaluations = Evaluations(run, beside=True, timeline=self.timeline)
         self.staleness: Counter[int] = Counter()
         """groups by staleness, in rollouts"""
         self.over_sampling = OverSampling()
@@ -99,7 +100,6 @@ class WindowedTraining:
         self.fifo = WindowedFifo(self.pace, slots, self._saved_window())
         self._trained_steps = 0
         """optimizer steps since the last weight update"""
-        self._evaluation: asyncio.Task[None] | None = None
 
     def _saved_window(self) -> dict[str, Any] | None:
         """The window's state in the checkpoint; None in a new run."""
@@ -131,13 +131,13 @@ class WindowedTraining:
                 specs=specs,
             )
             player.restart = self.fifo.restart
-            stack.push_async_callback(self._stop_evaluation)
+            await stack.enter_async_context(self.evaluations)
             pipeline = await stack.enter_async_context(Pipeline(self.fifo, player.play, outcomes))
             if run.eval_due(self.fifo.published):
-                self._start_evaluation()
+                await self.evaluations.start(self.fifo.published)
             for step in range(run.first_step, run.config.rollout.num_rollout):
                 await self._step(step, pipeline, player)
-            await self._evaluated()
+            await self.evaluations.finish()
         self.timeline.write(run.folder.path / "timeline.json")
         run.log.echo(self.over_sampling.line() if self.pace.stops_rest else self.histogram())
         run.log.echo(self.timeline.summary())
@@ -151,8 +151,8 @@ class WindowedTraining:
         stopped = await self._stop_rest(pipeline, player) if self.pace.stops_rest else None
         episodes = await player.collect(run.collector, step, taken)
         over_sampled = {} if stopped is None else await self._count(stopped, step, taken, episodes)
-        if run.config.engine.colocate:  # the engine sleeps during training
-            await self._evaluated()
+        if run.config.engine.colocate and run.evaluation_engine is None:  # the engine sleeps during training
+            await self.evaluations.finish()
         run.report.add_episodes(*episodes)
         metrics = rollout_metrics(*episodes) | self._staleness(taken, episodes.groups) | over_sampled
         rollout = StageReport(metrics, {"rollout_s": time.perf_counter() - started})
@@ -162,9 +162,9 @@ class WindowedTraining:
         sync = await self._publish(pipeline) if self.fifo.publish_due or last else self._unpublished()
         run.record(step, rollout, training, sync)
         if self.fifo.published == step + 1 and not last and run.eval_due(step + 1):
-            self._start_evaluation()
+            await self.evaluations.start(step + 1)
         if run.save_due(step):
-            await self._evaluated()
+            await self.evaluations.finish()
             await run.save(
                 step + 1, schedule=self._state(), files={FILE: write_buffer(player.specs, pipeline.outcomes)}
             )
@@ -189,8 +189,9 @@ class WindowedTraining:
         return {**metrics, "schedule/stopped_exactness_violations": violations}
 
     async def _publish(self, pipeline: Pipeline[PlayedGroup]) -> StageReport:
-        """Bring the weights to the engine; evaluations of the weights before it are finished first."""
-        await self._evaluated()
+        """Bring the weights to the engine; an evaluation on it is finished first."""
+        if self.run.evaluation_engine is None:
+            await self.evaluations.finish()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(pipeline.publishing())
             if not self.run.config.schedule.partial_rollout:
@@ -244,27 +245,6 @@ class WindowedTraining:
         total = sum(self.staleness.values()) or 1
         parts = [f"{n}: {count} ({count / total:.0%})" for n, count in sorted(self.staleness.items())]
         return f"groups by staleness in rollouts (bound {self.pace.max_staleness})  {'  '.join(parts)}"
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def _start_evaluation(self) -> None:
-        """Evaluate the weights that the engines have, beside the rollouts. They change only after it."""
-        self._evaluation = asyncio.create_task(self._evaluate(self.fifo.published))
-
-    async def _evaluate(self, rollouts: int) -> None:
-        with self.timeline.span("evaluation", f"after {rollouts} rollouts"):
-            await evaluate(self.run, rollouts)
-
-    async def _evaluated(self) -> None:
-        if self._evaluation is not None:
-            evaluation, self._evaluation = self._evaluation, None
-            await evaluation
-
-    async def _stop_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._evaluation
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,7 @@ class Seen:
     trainer: Any = None
     critic: Any = None
     engine: Any = None
+    engines: list[Any] = field(default_factory=list)
     engine_options: dict[str, Any] = field(default_factory=dict)
     runners: list[EpisodeRunner] = field(default_factory=list)
     episodes: list[Any] = field(default_factory=list)
@@ -238,9 +239,10 @@ def play(model, monkeypatch, tmp_path):
         seen = Seen()
 
         def make_engine(folder, **options):
-            seen.engine = FakeEngine(renderer, script, version=0)
+            seen.engines.append(FakeEngine(renderer, script, version=0))
+            seen.engine = seen.engines[0]
             seen.engine_options = {"model": Path(folder).name, **options}
-            return seen.engine
+            return seen.engines[-1]
 
         def make_trainer(folder, **options):
             made = NotingTrainer(folder, **options)
@@ -438,6 +440,10 @@ def schedule_of(name):
     ]
 
 
+def engines_of_evaluations(s):
+    return [any(r.session.startswith("eval/") for r in engine.requests) for engine in s.engines]
+
+
 def trained_groups(s):
     return {int(r.source[0].partition("-")[0]) // 2 for r in s.rows}
 
@@ -608,6 +614,7 @@ CASES = [
     Case("eval_top_k", 3, sampling("top_k", held_out=True), {3}, EVALUATED),
     Case("eval_max_response_len", 77, sampling_first, {77}, EVALUATED),
     Case("eval_players", {"first": f"{PAIR}:echo"}, eval_roles, {("second",)}, ROLES | EVALUATED, numbers),
+    Case("eval_engine", ["separate"], engines_of_evaluations, [False, True], EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
     Case("data_source_path", "ENV:Noting", told_results, [[0, 1], [2, 3]]),

@@ -24,6 +24,7 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import UPDATE_ATTEMPTS, Fleet
 from agentrl.engine.sglang.members import Member
 from agentrl.errors import EngineFailure
+from agentrl.run.evaluation_engine import EvaluationEngine
 from agentrl.train.base import DeliveryReport
 from agentrl.weight_sync.broadcast import BroadcastSync
 from agentrl.weight_sync.colocated import ColocatedSync
@@ -164,6 +165,20 @@ async def test_a_group_is_formed_again_with_ranks_that_were_started_again(server
         assert trainer.groups == groups
     await fleet.close()
     sync.close()
+
+
+async def test_servers_of_evaluations_keep_their_weights_while_the_trainer_goes_on(servers, tmp_path):
+    trainer = Trainer(servers)
+    fleet = Fleet([Member(SGLangEngine(s.address, timeout_s=5)) for s in servers], patience_s=0.6, start_timeout_s=0.6)
+    evaluations = EvaluationEngine(fleet, DiskSync(fleet, tmp_path))
+    await evaluations.start(trainer)
+    await evaluations.load(trainer, 7)
+    before = {name: tensor.copy() for name, tensor in trainer.tensors.items()}
+    trainer.tensors = new_weights(5)
+    assert (await fleet.generate([1], FIVE, session="a")).policy_version == 7
+    assert all(np.array_equal(s.tensors[name], before[name]) for s in servers for name in before)
+    assert fleet.recovery is None, "the trainer's weights are not those of version 7 any more"
+    await evaluations.close()
 
 
 async def test_one_altered_tensor_is_refused(servers, make_sync):

@@ -24,6 +24,11 @@ class EvalSettings:
 
     NAME:input_key=COLUMN,label_key=COLUMN gives a set its own columns. With --prompt-data there is no default set; `agentrl eval` then
     evaluates on that data."""
+    eval_engine: Annotated[tuple[str, ...], "separate|HOST:PORT"] = ()
+    """engine that plays evaluations, with weights of its own (default: the engine of the rollouts)
+
+    `separate`: a second local engine. With --engine sglang, addresses of running servers. Evaluations then run beside rollouts, training and weight
+    updates, at the version with which they began. Checkpoints wait for them."""
     n_samples_per_eval_prompt: Annotated[int, Field(ge=1)] = 1
     """episodes per evaluation task"""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
