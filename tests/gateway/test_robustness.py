@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import suppress
 
 import aiohttp
@@ -283,8 +284,10 @@ async def test_what_is_not_served_is_refused_with_a_sentence_and_the_episode_goe
         assert (got, words in answer["error"]["message"]) == (status, True), answer
         await client.chat([ASK])
 
+    started = time.monotonic()
     t = await play_agent(agent, ["one"], hermes)
     assert (t.stop_reason, len(t.turns)) == (StopReason.TERMINATED, 1)
+    assert time.monotonic() - started < 8, "aiohttp waits 10 s for the end of a request that was refused before it"
 
 
 async def test_keys_models_and_paths(hermes):
