@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.core.child_process import process_exists
 from agentrl.errors import StoreError
 
 
@@ -24,6 +26,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise StoreError(f"{path} already exists; choose a new folder")
+    remove_incomplete(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -35,6 +38,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
     folder.rename(path)
     sync(path.parent)
+
+
+def remove_incomplete(path: Path) -> None:
+    """Remove what processes that were killed while they wrote the folder `path` left beside it."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.tmp")
+    for other in path.parent.iterdir() if path.parent.is_dir() else ():
+        match = pattern.fullmatch(other.name)
+        if match and not process_exists(int(match[1])):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 @contextmanager

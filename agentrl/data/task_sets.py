@@ -69,7 +69,7 @@ class TaskSets:
         else:
             tasks = self._own("test", settings.eval_limit)
             sets = {"test": self._with_room(f"{self.env_class.label()}, split test", tasks, None, leave_out=False)}
-        return {name: tasks[: settings.eval_limit] for name, tasks in sets.items() if tasks}
+        return {name: tasks for name, tasks in sets.items() if tasks}
 
     def _check_task(self, task: Task) -> None:
         """Run the environment's check, and check that the policy would see the task's tools.

@@ -28,8 +28,7 @@ from typing import Any
 from agentrl.config import Config, GatewaySettings, RunSettings
 from agentrl.config.credentials import FILE as SECRETS
 from agentrl.config.credentials import read_credentials, write_credentials
-from agentrl.core.atomic_write import new_file, new_folder, sync
-from agentrl.core.child_process import process_exists
+from agentrl.core.atomic_write import new_file, new_folder, remove_incomplete, sync
 from agentrl.core.name_syntax import split_object
 from agentrl.errors import ConfigError
 from agentrl.store.checkpoints import SaveTrainer, begin_checkpoint, can_resume, remove_old, set_aside_after
@@ -64,7 +63,7 @@ class RunFolder:
         """
         path = Path(config.run.run) if config.run.run else next_free(Path("runs"), config.label)
         try:
-            _remove_incomplete(path)
+            remove_incomplete(path)
             if path.is_dir() and _not_begun(path):
                 shutil.rmtree(path)
             if path.exists():
@@ -195,15 +194,6 @@ def _not_begun(path: Path) -> bool:
     if any(file.stat().st_size for file in data_files(path / "episodes")):
         return False
     return not (path / "checkpoints").exists() or not any((path / "checkpoints").glob("[!.]*"))
-
-
-def _remove_incomplete(path: Path) -> None:
-    """Remove what processes that were killed while they created `path` left beside it."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.tmp")
-    for other in path.parent.iterdir() if path.parent.is_dir() else ():
-        match = pattern.fullmatch(other.name)
-        if match and not process_exists(int(match[1])):
-            shutil.rmtree(other, ignore_errors=True)
 
 
 _ALWAYS_IN_FINGERPRINT = frozenset(

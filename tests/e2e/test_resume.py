@@ -6,9 +6,10 @@ from pathlib import Path
 
 import orjson
 import pytest
+from run_state import equal, state
 
 from agentrl.config import build_config, read_toml
-from agentrl.store import exactness_violations, read_episodes, read_records
+from agentrl.store import exactness_violations, read_episodes
 
 DRIVE = Path(__file__).parent / "drive.py"
 WORDS = [
@@ -41,30 +42,6 @@ def drive(when, at, *words):
     """In a process of its own, with its own order of sets; the fixture `driven` forks its processes from one."""
     command = [sys.executable, str(DRIVE), when, str(at), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
-def episodes(run):
-    """Every record, less what depends on the clock."""
-    found = []
-    for record in read_records(run / "episodes"):
-        record.pop("timings")
-        for turn in record["turns"]:
-            turn.pop("timings")
-            for result in turn["action"]["results"]:
-                result.pop("duration_s")
-        found.append(orjson.dumps(record))
-    return found
-
-
-def state(run):
-    weights = {f.name: f.read_bytes() for f in (run / "hf").glob("*.safetensors")}
-    assert weights
-    return (run / "metrics.jsonl").read_bytes(), episodes(run), weights
-
-
-def equal(run, other):
-    for mine, theirs in zip(state(run), state(other), strict=True):
-        assert mine == theirs
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from processes import read_line
 from agentrl import __version__
 from agentrl.cli.main import main
 from agentrl.config import build_config
+from agentrl.core.atomic_write import new_folder
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store import Recording
 from agentrl.store.checkpoints import last_checkpoint
@@ -138,7 +139,7 @@ RunFolder.create(config, __version__, resumable=True)
 """
 
 
-@pytest.mark.parametrize("calls", [0, 1, 2, 3, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("calls", [0, 1, 3, 5, 7, 9, 10, 11, 12, 14, 16])
 def test_a_run_killed_while_it_starts_can_be_resumed_or_started_again(config, tmp_path, calls):
     done = subprocess.run([sys.executable, "-c", KILL_AT_START, str(tmp_path), str(calls)], timeout=60)
     assert done.returncode == -9
@@ -150,6 +151,22 @@ def test_a_run_killed_while_it_starts_can_be_resumed_or_started_again(config, tm
     assert again.metrics.rows() == []
     again.close()
     assert [p.name for p in tmp_path.glob("*")] == ["run"]
+
+
+def test_what_a_run_that_was_killed_while_it_exported_left_is_removed(config):
+    folder = begun(config)
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60
+    )
+    (folder.path / f"..hf-new.{int(dead.stdout)}.tmp").mkdir()
+
+    def write(path):
+        with new_folder(path) as new:
+            (new / "model.safetensors").write_bytes(b"weights")
+
+    folder.export(write)
+    folder.close()
+    assert [p.name for p in folder.path.glob("*hf*")] == ["hf"]
 
 
 def test_a_run_with_episodes_is_not_replaced(config):

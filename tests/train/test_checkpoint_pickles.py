@@ -3,6 +3,8 @@
 import io
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +77,28 @@ def test_an_object_among_the_tensors_that_runs_code_is_not_read(folder, tmp_path
     (folder / ".metadata").write_bytes(pickle.dumps(changed))
     with pytest.raises(StoreError, match=r"object 'generators/.*' holds a pickle that names .*open"):
         require_safe(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from agentrl.errors import StoreError
+from agentrl.train.megatron import cpu_shim
+cpu_shim.install()
+from agentrl.train.megatron import checkpoint
+try:
+    checkpoint.load(None, Path(sys.argv[1]))
+except StoreError as e:
+    print(e)
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_reads_no_checkpoint_before_its_pickles_are_checked(folder, tmp_path):
+    (folder / "common.pt").write_bytes(saved(Runs(tmp_path / "ran")))
+    done = subprocess.run([sys.executable, "-c", LOAD, folder], capture_output=True, text=True, timeout=120)
+    assert "common.pt holds a pickle that names" in done.stdout, done.stderr
     assert not (tmp_path / "ran").exists()
 
 

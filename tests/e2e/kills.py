@@ -1,0 +1,245 @@
+"""Kill -9 at seeded moments of training runs, then resume: `python tests/e2e/kills.py --count 100 [--seed 0] [--out FILE]`.
+
+Each case kills a run (some twice: the resumption too) and then continues it by `--resume`, or by the same command where it left no run folder.
+It must equal a run that was never killed, to the bit. No process may be left 10 s after a kill, and no weights in shared memory at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+
+from processes import MARK  # noqa: E402
+from run_state import state  # noqa: E402
+
+from agentrl.store.file_lock import is_locked  # noqa: E402
+
+WORDS = (
+    "train --env search_r1 --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --save-interval 1 --seed 5 --eval-interval 2 "
+    "--eval-limit 2 --lr 1e-4 --concurrency 4 --engine-max-running 4 --tensorboard false --max-turns 2 --rollout-max-response-len 300 "
+    "--entropy-coef 0.01 --threads 1"
+).split()
+FLAVOURS = {
+    "one rank": (1, ["--actor-num-gpus-per-node", "1"]),
+    "one rank, --async-save": (1, ["--actor-num-gpus-per-node", "1", "--async-save", "true"]),
+    "two ranks": (2, ["--actor-num-gpus-per-node", "2"]),
+}
+"""ranks, and flags"""
+INSIDE = ("step", "begin_save", "save", "export_weights", "update", "complete_save", "load", "export", "close")
+"""methods of the trainer, the weight sync, the run folder and the run, during which a kill may fall"""
+GRACE_S = 10.0
+MEMORY = Path("/dev/shm")
+
+
+class Forks:
+    """The process whose forks are the runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = f"kills-{os.getpid()}-{time.time_ns()}"
+        env = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark}
+        words = [sys.executable, str(Path(__file__).with_name("forked_runs.py"))]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+        self.folder = folder
+
+    def run(self, words, ranks, kill=None):
+        """Run a command; what became of it, with its output."""
+        output = self.folder / "output.txt"
+        job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "output": str(output)}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        return answer | {"output": output.read_text(errors="replace")}
+
+    def running(self):
+        """The processes of runs that are still there."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+                continue
+            try:
+                mine = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if mine and not zombie:
+                found.append(int(entry.name))
+        return found
+
+    def orphans(self):
+        """Those that are there after the grace."""
+        deadline = time.monotonic() + GRACE_S
+        while (pids := self.running()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return pids
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def unowned_memory():
+    """Folders of weights in shared memory that no process holds."""
+    left = set()
+    for folder in MEMORY.glob("agentrl-*"):
+        try:
+            if not is_locked(folder / "lock"):
+                left.add(folder)
+        except OSError:
+            continue  # its owner removed it
+    return left
+
+
+def draw_moment(random, whole):
+    """A moment of a kill, given what the whole run took."""
+    kind = random.choice(["time", "time", "event", "event", "inside", "rank"])
+    if kind == "time":
+        return kind, {"after_s": random.random() * whole["seconds"]}
+    if kind == "event":
+        return kind, {"event": random.randint(1, whole["events"])}
+    moment = {"inside": random.choice(INSIDE), "call": random.randint(1, 3), "after_s": random.random() * 0.15}
+    return kind, moment | ({"rank": True} if kind == "rank" else {})
+
+
+def stage_of(run):
+    """How far a killed run came, by what it left."""
+    if not run.exists():
+        return "no run folder"
+    if (run / "summary.json").exists():
+        return "ended"
+    names = [p.name for p in (run / "checkpoints").iterdir()] if (run / "checkpoints").exists() else []
+    if any(name.startswith(".") for name in names):
+        return "amid a checkpoint"
+    done = [name for name in names if name.isdigit()]
+    return f"after {int(max(done))} rollouts" if done else "before the first checkpoint"
+
+
+def kill_once(forks, words, ranks, run, moment):
+    """Kill a run; the stage that it reached, or None if it ended before."""
+    ended = forks.run(words, ranks, moment)
+    orphans = forks.orphans()
+    assert not orphans, f"processes {orphans} run {GRACE_S:g} s after the kill"
+    if ended["status"] == 0:
+        return None
+    by_kill = ended["status"] == -9 or (moment.get("rank") and ended["status"] == 1)
+    assert by_kill, f"status {ended['status']}: {ended['output'][-1500:]}"
+    return stage_of(run)
+
+
+def again(words, run):
+    """The command that continues a killed run."""
+    return ["train", "--resume", run] if (run / "config.toml").exists() else words
+
+
+def play_case(forks, folder, seed, wholes, equals):
+    """One case; returns its facts. AssertionError: what a user would lose."""
+    random = Random(seed)
+    flavour = random.choice([*wholes])
+    ranks, flags = FLAVOURS[flavour]
+    run, memory = folder / f"run{seed}", unowned_memory()
+    words = [*WORDS, *flags, "--run", run]
+    kinds, stages, command = [], [], words
+    for _ in range(2 if random.random() < 0.25 else 1):
+        kind, moment = draw_moment(random, wholes[flavour])
+        kinds.append(kind)
+        stages.append(kill_once(forks, command, ranks, run, moment) or "ended before the kill")
+        command = again(words, run)
+    resumed = forks.run(command, ranks)
+    assert resumed["status"] == 0, f"{command[:3]}: {resumed['output'][-1500:]}"
+    for mine, theirs, what in zip(state(run), equals[flavour], ("metrics", "episodes", "weights"), strict=True):
+        assert mine == theirs, f"{flavour}, {kinds}, {stages}: the {what} differ: {first_difference(mine, theirs)}"
+    temporary = [*run.glob(".*"), *(run / "checkpoints").glob(".*")]
+    assert not temporary, f"temporary files are left: {temporary}"
+    left = unowned_memory() - memory
+    assert not left, f"left in shared memory: {left}"
+    shutil.rmtree(run)
+    return {"flavour": flavour, "moments": kinds, "stages": stages}
+
+
+def first_difference(mine, theirs):
+    """The first line, record or file that differs, in both runs."""
+    if isinstance(mine, bytes):
+        mine, theirs = mine.splitlines(), theirs.splitlines()
+    if isinstance(mine, dict):
+        return sorted(mine.keys() ^ theirs.keys()) or [name for name in mine if mine[name] != theirs[name]]
+    pairs = ((a, b) for a, b in zip(mine, theirs, strict=False) if a != b)
+    return next(pairs, f"{len(mine)} and {len(theirs)} of them")
+
+
+def whole_runs(forks, folder, flavours):
+    """What each flavour takes, and what it leaves."""
+    wholes, equals = {}, {}
+    for number, flavour in enumerate(flavours):
+        ranks, flags = FLAVOURS[flavour]
+        run = folder / f"whole{number}"
+        wholes[flavour] = forks.run([*WORDS, *flags, "--run", run], ranks)
+        assert wholes[flavour]["status"] == 0, wholes[flavour]["output"][-2000:]
+        equals[flavour] = state(run)
+        assert equals[flavour][0].count(b"train/grad_norm") >= 2, "the run must train, or equality says nothing"
+    return wholes, equals
+
+
+def play_cases(seeds, folder, *, flavours=FLAVOURS, until=None, tell=print):
+    """Play cases, none after the time `until`; returns their facts and the faults by seed."""
+    forks = Forks(folder)
+    facts, faults = [], {}
+    try:
+        wholes, equals = whole_runs(forks, folder, flavours)
+        for seed in seeds:
+            if until is not None and time.monotonic() > until:
+                break
+            try:
+                facts.append(play_case(forks, folder, seed, wholes, equals))
+                tell(f"{seed}: {facts[-1]}")
+            except AssertionError as e:
+                faults[seed] = str(e)
+                tell(f"{seed}: FAULT {e}")
+    finally:
+        forks.close()
+    return facts, faults
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no case after this time")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    from benchmarks.result_record import result_record
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        facts, faults = play_cases(
+            range(args.seed, args.seed + args.count),
+            Path(folder),
+            until=started + 60 * args.minutes,
+            tell=lambda text: print(text, flush=True),
+        )
+    command = f"python tests/e2e/kills.py --count {args.count} --seed {args.seed}"
+    record = result_record(
+        "killed runs that continued bit-equal", len(facts), len(facts) + len(faults), command,
+        faults=faults, kills=sum(len(f["moments"]) for f in facts), minutes=round((time.monotonic() - started) / 60, 1),
+        flavours=Counter(f["flavour"] for f in facts), moments=Counter(m for f in facts for m in f["moments"]),
+        stages=dict(sorted(Counter(s for f in facts for s in f["stages"]).items())),
+    )  # fmt: skip
+    print(json.dumps(record, indent=2))
+    if args.out:
+        args.out.write_text(json.dumps(record, indent=2) + "\n")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()

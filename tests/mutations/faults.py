@@ -1,0 +1,457 @@
+"""Faults of the joints between settings, episodes, steps, trainer, weight sync and store, each with the test that must notice it.
+
+A fault is a replacement of text in one source file. The text must occur exactly once, so that a fault whose place is gone is reported and not
+passed over. Add the fault that a review finds here, with the test that it led to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+JOINTS = "run/test_joints.py::test_a_setting_reaches_what_it_is_for"
+_OLD = "run/test_joints.py::test_old_log_probs_are_the_trainers_own_before_the_first_step_and_reference_ones_the_references"
+_SYNC = "weight_sync/test_verify_joint.py"
+_STORE = "store/test_checkpoints.py"
+_HOSTILE = "store/test_hostile_records.py"
+_ANSWERS = "engine/test_answers.py::test_a_wrong_answer_is_an_engine_failure_with_its_cause"
+_GOOD_ANSWER = "engine/test_answers.py::test_mutated_answers_fail_or_hold_what_is_trained"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One replacement in the source."""
+
+    what: str
+    file: str
+    """below agentrl/"""
+    before: str
+    after: str
+    test: str
+    """below tests/; a node id of pytest, also of several cases"""
+    quick: bool = False
+
+
+FAULTS = (
+    # settings -> loss, rows, sampling
+    Fault(
+        "old log-probs are the engine's",
+        "train/steps.py",
+        'if s.proximal_log_probs == "rollout":',
+        "if True:",
+        _OLD,
+    ),
+    Fault(
+        "reference log-probs are the current model's",
+        "train/steps.py",
+        "partial(trainer.log_probs, reference=True, trained_only=True)",
+        "partial(trainer.log_probs, trained_only=True)",
+        _OLD,
+    ),
+    Fault(
+        "eps_clip_high is lost",
+        "train/steps.py",
+        "eps_clip_high=settings.eps_clip_high",
+        "eps_clip_high=None",
+        f"{JOINTS}[eps_clip_high-0.4]",
+    ),
+    Fault(
+        "eps_clip_c is lost",
+        "train/steps.py",
+        "eps_clip_c=settings.eps_clip_c",
+        "eps_clip_c=None",
+        f"{JOINTS}[eps_clip_c-3.0]",
+    ),
+    Fault(
+        "use_tis is lost", "train/steps.py", "use_tis=settings.use_tis,", "use_tis=False,", f"{JOINTS}[use_tis-True]"
+    ),
+    Fault(
+        "tis_threshold is lost",
+        "train/steps.py",
+        "tis_threshold=settings.tis_threshold",
+        "tis_threshold=2.0",
+        f"{JOINTS}[tis_threshold-3.0]",
+    ),
+    Fault(
+        "kl_loss_type is lost",
+        "train/steps.py",
+        "kl_loss_type=settings.kl_loss_type,",
+        'kl_loss_type="k3",',
+        f"{JOINTS}[kl_loss_type-k2]",
+    ),
+    Fault(
+        "entropy_coef is lost",
+        "train/steps.py",
+        "entropy_coef=settings.entropy_coef",
+        "entropy_coef=0.0",
+        f"{JOINTS}[entropy_coef-0.1_0]",
+    ),
+    Fault(
+        "calculate_per_token_loss is ignored",
+        "train/steps.py",
+        'by_setting = "token" if settings.calculate_per_token_loss else "sequence"',
+        'by_setting = "sequence"',
+        f"{JOINTS}[calculate_per_token_loss-True]",
+    ),
+    Fault(
+        "advantage_estimator is ignored",
+        "train/steps.py",
+        "self.estimator = find_estimator(self.settings.advantage_estimator)",
+        'self.estimator = find_estimator("grpo")',
+        f"{JOINTS}[advantage_estimator-rloo]",
+    ),
+    Fault(
+        "truncated_episodes is ignored",
+        "train/steps.py",
+        "compare(groups, config.env.truncated_episodes, overlong(config))",
+        'compare(groups, "train", overlong(config))',
+        f"{JOINTS}[truncated_episodes-drop]",
+    ),
+    Fault(
+        "the learning rate is fixed",
+        "run/training.py",
+        "lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)",
+        "lr, loss = 1e-6, loss_config(settings)",
+        f"{JOINTS}[lr-0.125]",
+    ),
+    Fault(
+        "the temperature is ignored",
+        "run/runner_settings.py",
+        "temperature=r.rollout_temperature,",
+        "temperature=1.0,",
+        f"{JOINTS}[rollout_temperature-1.5_0]",
+    ),
+    Fault("top-p is ignored", "run/runner_settings.py", "        top_p=top_p,\n", "", f"{JOINTS}[rollout_top_p-0.9]"),
+    Fault("top-k is ignored", "run/runner_settings.py", "        top_k=top_k,\n", "", f"{JOINTS}[rollout_top_k-5]"),
+    Fault(
+        "eval_limit is ignored for files",
+        "data/task_sets.py",
+        "        used = tasks[:limit]\n",
+        "        used = tasks\n",
+        f"{JOINTS}[eval_limit-2_1]",
+    ),
+    Fault(
+        "the critic's learning rate is the policy's",
+        "run/training.py",
+        "rollout_learning_rate(self.config, step, settings.critic_lr)",
+        "rollout_learning_rate(self.config, step)",
+        f"{JOINTS}[critic_lr-0.5]",
+    ),
+    Fault(
+        "Megatron's settings do not reach the trainer",
+        "run/components.py",
+        '"megatron": c.megatron,',
+        '"megatron": {},',
+        f"{JOINTS}[megatron-{{'weight_decay': 0.5]",
+    ),
+    # rows and advantages
+    Fault(
+        "dr_grpo weighs by length",
+        "train/rows.py",
+        '"constant": len(tokens) * constant}',
+        '"constant": None}',
+        "train/test_estimators.py::test_dr_grpo_weighs_the_tokens_of_a_long_and_a_short_answer_equally",
+        quick=True,
+    ),
+    Fault(
+        "a sampled token of log-prob 0 is left out of the difference",
+        "train/megatron/loss.py",
+        "sampled = trained if data.sampled is None else trained & data.sampled",
+        "sampled = trained & (data.rollout_log_probs != 0)",
+        "train/test_loss.py::test_a_sampled_token_of_log_prob_0_counts_in_the_difference",
+        quick=True,
+    ),
+    Fault(
+        "a masked sample counts in the denominator",
+        "train/rows.py",
+        "used = [s for s in samples if s.episode_id in advantages and s.trained_tokens]",
+        "used = [s for s in samples if s.episode_id in advantages]",
+        "train/test_rows.py::test_a_fully_masked_sample_changes_nothing",
+    ),
+    Fault(
+        "a group that the run dropped is trained on by --train-only",
+        "run/train_only.py",
+        "if left and len(left) >= min(min_size, len({t.index for t in members})):",
+        "if left:",
+        "run/test_train_only.py::test_a_group_that_the_run_dropped_is_not_trained_on",
+    ),
+    Fault(
+        "a score beyond float32 is trained on",
+        "train/advantage.py",
+        "if not abs(score) <= _MAX_SCORE:",
+        "if score != score:",
+        "train/test_advantage.py::test_a_score_beyond_float32_is_one_sentence",
+    ),
+    # weight sync
+    Fault(
+        "weights by disk are not verified",
+        "weight_sync/disk.py",
+        "return failed | await self.verify(healthy(engines, failed), expected)",
+        "return failed",
+        f"{_SYNC}::test_one_altered_tensor_is_refused",
+    ),
+    Fault(
+        "weights by shared memory are not verified",
+        "weight_sync/colocated.py",
+        "return failed | await self.verify(healthy(engines, failed), expected)",
+        "return failed",
+        f"{_SYNC}::test_one_altered_tensor_is_refused",
+    ),
+    Fault(
+        "weights by broadcast are not verified",
+        "weight_sync/broadcast.py",
+        "return failed | await self.verify(healthy(engines, failed), expected)",
+        "return failed",
+        f"{_SYNC}::test_one_altered_tensor_is_refused",
+    ),
+    Fault(
+        "checksums that differ pass",
+        "weight_sync/verify.py",
+        "if not trainers or engines is None or engines == trainers:",
+        "if True:",
+        f"{_SYNC}::test_one_altered_tensor_is_refused",
+    ),
+    Fault(
+        "log-probs that differ pass",
+        "weight_sync/verify.py",
+        "if not differences.mean() <= expected.limit:",
+        "if differences.mean() < 0:",
+        f"{_SYNC}::test_every_tensor_counts",
+    ),
+    Fault(
+        "the weights of a server that comes back are not verified",
+        "weight_sync/base.py",
+        "        if failed:\n            raise failed[engine.address]\n",
+        "",
+        f"{_SYNC}::test_a_server_that_comes_back_is_verified_too",
+    ),
+    Fault(
+        "the folder of weights is not verified",
+        "engine/weight_files.py",
+        "if computed != weights.fingerprint:",
+        "if not computed:",
+        f"{_SYNC}::test_a_folder_altered_on_the_way_never_reaches_a_server",
+    ),
+    Fault(
+        "a dead server keeps its sessions",
+        "engine/sglang/fleet.py",
+        "        member.sessions.clear()\n        if self.on_down",
+        "        if self.on_down",
+        f"{_SYNC}::test_a_dead_servers_sessions_are_dropped",
+    ),
+    # what leaves for the engine, and what it answers
+    Fault(
+        "the record's checksum is of the record",
+        "rollout/episode.py",
+        "crc = self.recorder.crc() if generation.context_crc is None else generation.context_crc",
+        "crc = self.recorder.crc()",
+        "engine/test_exactness.py::test_a_token_less_to_the_engine_is_a_violation",
+        quick=True,
+    ),
+    Fault(
+        "over HTTP the checksum is not of the request",
+        "engine/sglang/engine.py",
+        'crc = context_checksum(body["input_ids"], self.vocab_size)',
+        "crc = context_checksum(context, self.vocab_size)",
+        "engine/test_exactness.py::test_over_http_too_the_checksum_is_of_the_ids_in_the_request",
+    ),
+    Fault(
+        "a server that read other ids is believed",
+        "engine/sglang/protocol.py",
+        "if length == len(ids) and (prompt_ids is None or prompt_ids == ids):",
+        "if prompt_ids is None or prompt_ids == ids:",
+        "engine/test_exactness.py::test_a_server_that_read_a_token_less_is_found_out",
+    ),
+    Fault(
+        "ids outside the vocabulary are trained on",
+        "engine/sglang/protocol.py",
+        "if ids and not 0 <= min(ids) <= max(ids) < (1 << 31 if vocab_size is None else vocab_size):",
+        "if ids and min(ids) < 0:",
+        _ANSWERS,
+    ),
+    Fault(
+        "a wrong count of tokens is believed",
+        "engine/sglang/protocol.py",
+        "if type(count) is not int or count != len(ids):",
+        "if type(count) is not int:",
+        _ANSWERS,
+    ),
+    Fault(
+        "log-probs that are not finite are believed",
+        "engine/sglang/protocol.py",
+        "if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):",
+        "if log_probs and max(log_probs) > MAX_LOG_PROB:",
+        _GOOD_ANSWER,
+    ),
+    Fault(
+        "old weights after a restart are believed",
+        "engine/sglang/engine.py",
+        "if generation.policy_version not in (self.policy_version, flight.version):",
+        "if generation.policy_version is None:",
+        "engine/test_sglang_http.py::test_a_response_of_other_weights_is_a_failure",
+    ),
+    # user code
+    Fault(
+        "a group reward may return a set or a dict",
+        "reward.py",
+        "        not ordered\n        or isinstance(returned",
+        "        isinstance(returned",
+        "test_reward.py::test_a_group_reward_must_return_values_in_the_order_of_the_members",
+    ),
+    Fault(
+        "an environment changes the task of its group",
+        "rollout/episode.py",
+        'self.instance.call("reset", self.spec.task.copy(), **seeds)',
+        'self.instance.call("reset", self.spec.task, **seeds)',
+        "rollout/test_episode_seeds.py::test_what_an_environment_changes_in_its_task_reaches_nobody",
+    ),
+    Fault(
+        "a value that cannot be recorded costs the record",
+        "store/json_values.py",
+        "    except Exception as e:  # noqa: BLE001  the value's own code raised: its iteration, its repr or its conversion\n",
+        "    except KeyError as e:\n",
+        "store/test_episode_store.py::test_one_odd_value_costs_itself_and_never_the_record",
+    ),
+    Fault(
+        "text under a key named role is structure at any depth",
+        "render/message_shape.py",
+        "tuple((k, walk(v, k, structure if isinstance(v, str) else ())) for k, v in value.items())",
+        'tuple((k, walk(v, k, ("role", "type"))) for k, v in value.items())',
+        "render/test_assistant_turn.py::test_text_under_keys_like_those_of_messages_is_text",
+    ),
+    # store
+    Fault(
+        "files of a checkpoint are not verified",
+        "store/checkpoints.py",
+        "    if expected == actual:\n        return\n",
+        "    if expected.keys() == actual.keys():\n        return\n",
+        f"{_STORE}::test_a_damaged_checkpoint_is_not_used_and_the_next_save_works",
+    ),
+    Fault(
+        "a damaged state is read",
+        "store/checkpoints.py",
+        'if "checksum" in state and state["checksum"] != _state_checksum(state):',
+        'if "checksum" in state and not state["checksum"]:',
+        f"{_STORE}::test_no_flipped_byte_of_a_state_is_read",
+    ),
+    Fault(
+        "metrics that are too short are padded",
+        "store/checkpoints.py",
+        "        if _size(file) < size:\n",
+        "        if _size(file) < 0:\n",
+        f"{_STORE}::test_metrics_shorter_than_the_last_checkpoint_says",
+    ),
+    Fault(
+        "missing episode files are not noticed",
+        "store/checkpoints.py",
+        "if actual < expected and (expected or n < number):",
+        "if actual < -1:",
+        f"{_STORE}::test_missing_episode_files_are_refused",
+    ),
+    Fault(
+        "records are not synced before the state",
+        "store/run_folder.py",
+        "            part.sync()\n",
+        "            part.position()\n",
+        f"{_STORE}::test_files_are_synced_before_the_rename",
+    ),
+    Fault(
+        "a child of user code keeps the lock",
+        "store/file_lock.py",
+        "os.register_at_fork(after_in_child=_give_up_locks)",
+        "os.register_at_fork(after_in_child=_locked.clear)",
+        "store/test_run_folder.py::test_a_forked_child_of_a_killed_run_does_not_keep_its_lock",
+    ),
+    Fault(
+        "the folder of a run that was killed at its start blocks the same command",
+        "store/run_folder.py",
+        "            if path.is_dir() and _not_begun(path):\n                shutil.rmtree(path)\n",
+        "",
+        "store/test_run_folder.py::test_a_run_killed_while_it_starts_can_be_resumed_or_started_again",
+    ),
+    Fault(
+        "an index that contradicts the records is believed",
+        "store/recording.py",
+        "if index_entry(record, entry.offset, entry.length, entry.file) != entry:",
+        "if not record:",
+        "fuzz/test_fuzz_run_folders.py",
+    ),
+    Fault(
+        "a small record may become gigabytes",
+        "store/zstd.py",
+        "if self._size > max(ALWAYS_ALLOWED, MAX_RATIO * self._consumed):",
+        "if self._size < 0:",
+        f"{_HOSTILE}::test_a_tool_output_that_becomes_gigabytes_is_an_error",
+    ),
+    Fault(
+        "an image is written wherever its name says",
+        "store/blobs.py",
+        "                if not is_hash(image.sha256):\n",
+        "                if not image.sha256:\n",
+        f"{_HOSTILE}::test_an_image_is_never_written_outside_its_folder",
+    ),
+    Fault(
+        "links in a run folder are followed",
+        "core/plain_files.py",
+        " | os.O_NOFOLLOW",
+        "",
+        f"{_HOSTILE}::test_a_linked_output_is_not_followed",
+        quick=True,
+    ),
+    Fault(
+        "a checkpoint's pickle runs code",
+        "train/megatron/checkpoint.py",
+        "    require_safe(path)\n",
+        "",
+        "train/test_checkpoint_pickles.py::test_the_trainer_reads_no_checkpoint_before_its_pickles_are_checked",
+    ),
+    # messages, credentials, settings
+    Fault(
+        "control characters reach the terminal",
+        "core/terminal_text.py",
+        "return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], redact(str(text), environment=True))",
+        "return redact(str(text), environment=True)",
+        "cli/test_terminal.py",
+    ),
+    Fault(
+        "credentials reach the terminal and logs",
+        "core/terminal_text.py",
+        "redact(str(text), environment=True))",
+        "str(text))",
+        "run/test_credentials.py",
+    ),
+    Fault(
+        "credentials are written to config.toml",
+        "config/settings/__init__.py",
+        "values = separate(_plain(self, defaults), {} if credentials is None else credentials)",
+        "values = _plain(self, defaults)",
+        "run/test_credentials.py",
+    ),
+    Fault(
+        "the file of credentials is readable by everyone",
+        "config/credentials.py",
+        "os.O_EXCL, 0o600)",
+        "os.O_EXCL, 0o666)",
+        "run/test_credentials.py::test_a_run_keeps_credentials_in_a_file_of_its_owner_and_resumes_with_them",
+    ),
+    Fault(
+        "tis_threshold without use_tis is accepted",
+        "config/rules.py",
+        "if not train.use_tis and _changed(train, name):",
+        "if not train.use_tis and name == 'tis_mode' and _changed(train, name):",
+        "config/test_config.py::test_a_setting_without_effect_is_refused_where_it_was_given",
+    ),
+    Fault(
+        "kl_loss_type without a KL term is accepted",
+        "config/rules.py",
+        'if not train.kl_coef and _changed(train, "kl_loss_type"):',
+        "if False:",
+        "config/test_config.py::test_a_setting_without_effect_is_refused_where_it_was_given",
+    ),
+    Fault(
+        "servers' settings on the local engine are accepted",
+        "config/rules.py",
+        "given = [_flag(name) for name in _SGLANG_ONLY if _changed(engine, name)]",
+        "given = []",
+        "config/test_config.py::test_a_setting_without_effect_is_refused_where_it_was_given",
+    ),
+)
