@@ -1,7 +1,7 @@
 """`agentrl` in forks of one process that has imported torch and megatron, each killed at a given moment: importing takes longest.
 
-It reads a line of JSON for each job, {"words": arguments, "ranks": N, "kill": moment or null, "output": file}, and answers with a line of JSON:
-the exit status (−9: killed), the seconds and the events. The ranks are forks too, children of the run as in a real one.
+It prints the id of the process whose forks are the ranks. Then it reads a line of JSON for each job, {"words": arguments, "ranks": N,
+"kill": moment or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds and the events.
 
 A moment is {"after_s": S} after the start; {"event": N}, before the N-th time that a file, folder, process or socket is touched; or
 {"inside": METHOD, "call": N, "after_s": S}, after the N-th call of a method of the trainer or the weight sync. With "rank", a rank is killed.
@@ -18,6 +18,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from agentrl.core.child_process import POLL_S, exit_now, process_exists
+
 LIMIT_S = 300.0
 EVENTS = {
     "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.listdir", "os.scandir",
@@ -26,15 +28,16 @@ EVENTS = {
 
 
 class ForkedRank:
-    """As much of a Popen as RankPool needs."""
+    """As much of a Popen as RankPool needs. The rank is a child of the template of ranks, which reaps it."""
 
     def __init__(self, pid):
-        self.pid, self.returncode = pid, None
+        self.pid = pid
+
+    @property
+    def returncode(self):
+        return None if process_exists(self.pid) else -int(signal.SIGKILL)
 
     def poll(self):
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout=None):
@@ -46,29 +49,63 @@ class ForkedRank:
         return self.returncode
 
 
-def fork_ranks(count, log):
-    """Rank processes that wait for their first command, with our ends of their sockets."""
-    from agentrl.train.megatron import rank_process
+class RankTemplate:
+    """A process that has imported what ranks import, and forks them. It changes torch for itself, so runs are not forked from it."""
 
-    pairs = [socket.socketpair() for _ in range(count)]
-    ranks = []
-    for _, theirs in pairs:
-        parent = os.getpid()
-        pid = os.fork()
-        if not pid:
-            os.setsid()
-            for other, end in pairs:
-                other.close()
-                if end is not theirs:
-                    end.close()
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            rank_process.main(["", str(theirs.fileno()), str(parent)])
-        ranks.append(ForkedRank(pid))
-    for _, theirs in pairs:
+    def __init__(self):
+        self.socket, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if not self.pid:
+            self.socket.close()
+            self.serve(theirs)
         theirs.close()
-    return ranks, [Connection(ours.detach()) for ours, _ in pairs]
+
+    def fork_ranks(self, count, log):
+        """Ranks that wait for their first command, with our ends of their sockets; called once by each run."""
+        ranks, connections = [], []
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(self.socket, [json.dumps([os.getpid(), log]).encode()], [theirs.fileno()])
+            ranks.append(ForkedRank(int(self.socket.recv(32))))
+            connections.append(Connection(ours.detach()))
+        return ranks, connections
+
+    def serve(self, requests):
+        from agentrl.train.megatron import cpu_shim
+
+        cpu_shim.install()
+        from agentrl.train.megatron import rank_process
+
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
+        rank_process.exit_with_parent = exit_without
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(requests, 4096, 1)
+            if not message:
+                os._exit(0)
+            parent, log = json.loads(message)
+            pid = os.fork()
+            if not pid:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                requests.close()
+                os.setsid()
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                rank_process.main(["", str(descriptors[0]), str(parent)])
+            os.close(descriptors[0])
+            requests.send(str(pid).encode())
+
+
+def exit_without(parent):
+    """As `exit_with_parent`, for a rank that is not a child of its run."""
+
+    def watch():
+        while process_exists(parent):
+            time.sleep(POLL_S)
+        exit_now()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def use_ranks(ranks, connections):
@@ -130,7 +167,7 @@ class Killer:
         setattr(owner, name, wrapped)
 
 
-def run(job):
+def run(job, template):
     """Run the command in this process, which ends with its status."""
     os.setsid()
     descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -139,7 +176,7 @@ def run(job):
         os.dup2(source, target)
     from agentrl.cli.main import main
 
-    ranks, connections = fork_ranks(job["ranks"], job["output"])
+    ranks, connections = template.fork_ranks(job["ranks"], job["output"])
     use_ranks(ranks, connections)
     killer = Killer(job["kill"], ranks)
     status = 70
@@ -167,29 +204,28 @@ def wait_for(pid):
 
 
 def prepare():
-    """Import what a run and its ranks import, and nothing that starts a thread."""
+    """Import what a run imports, and nothing that starts a thread; returns the template of its ranks."""
     import torch
 
-    from agentrl.train.megatron import cpu_shim
-
     torch.set_num_threads(1)
-    cpu_shim.install()
     import agentrl.cli.main
     import agentrl.engine.local.engine
     import agentrl.run.training
-    import agentrl.train.megatron.rank
     import agentrl.train.megatron.trainer
     import agentrl.weight_sync.disk  # noqa: F401
+
+    return RankTemplate()
 
 
 def serve():
     """Serve until the input ends."""
-    prepare()
+    template = prepare()
+    print(template.pid, flush=True)
     for line in sys.stdin:
         job, started = json.loads(line), time.monotonic()
         child = os.fork()
         if not child:
-            run(job)
+            run(job, template)
         status, seconds = wait_for(child), time.monotonic() - started
         with open(job["output"], errors="replace") as file:
             events = [int(words[7:]) for words in file if words.startswith("EVENTS ")]

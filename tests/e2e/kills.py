@@ -54,6 +54,8 @@ class Forks:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
         self.folder = folder
+        self.own = {self.process.pid, int(self.process.stdout.readline())}
+        """the process itself, and the one whose forks are the ranks"""
 
     def run(self, words, ranks, kill=None):
         """Run a command; what became of it, with its output."""
@@ -67,7 +69,7 @@ class Forks:
         """The processes of runs that are still there."""
         found = []
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+            if not entry.name.isdigit() or int(entry.name) in self.own:
                 continue
             try:
                 mine = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
@@ -187,7 +189,9 @@ def whole_runs(forks, folder, flavours):
         wholes[flavour] = forks.run([*WORDS, *flags, "--run", run], ranks)
         assert wholes[flavour]["status"] == 0, wholes[flavour]["output"][-2000:]
         equals[flavour] = state(run)
-        assert equals[flavour][0].count(b"train/grad_norm") >= 2, "the run must train, or equality says nothing"
+        trained = [row for row in map(json.loads, equals[flavour][0].splitlines()) if row.get("train/grad_norm")]
+        assert len(trained) >= 2, "the run must train, or equality says nothing"
+        assert all(row["train/rollout_log_prob_diff_max"] < 1e-3 for row in trained), "engine and trainer must agree"
     return wholes, equals
 
 
