@@ -36,7 +36,7 @@ FAULTS = (
     Fault(
         "old log-probs are the engine's",
         "train/steps.py",
-        'if s.proximal_log_probs == "rollout":',
+        'if s.proximal_log_probs == "rollout" or s.true_on_policy_mode:',
         "if True:",
         _OLD,
     ),
@@ -242,8 +242,8 @@ FAULTS = (
     Fault(
         "the record's checksum is of the record",
         "rollout/episode.py",
-        "crc = self.recorder.crc() if generation.context_crc is None else generation.context_crc",
-        "crc = self.recorder.crc()",
+        "crc = self.recorder.crc(role) if generation.context_crc is None else generation.context_crc",
+        "crc = self.recorder.crc(role)",
         "engine/test_exactness.py::test_a_token_less_to_the_engine_is_a_violation",
         quick=True,
     ),
