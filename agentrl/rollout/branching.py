@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from agentrl.errors import ConfigError
 from agentrl.types import EpisodeSpec, Provenance, Status, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def _prefix(turn: int, number: int, retry: int = 0) -> str:
     return f"branch/{turn}.{number}{f'-{retry}' if retry else ''}/"
 
 
+def several_roles(env: str) -> str:
+    """Why an environment of several roles has no branches."""
+    return f"{env} has several roles, whose episodes cannot be branched; leave out --branch-at"
+
+
 PlayBranch = Callable[["EpisodeRunner", BranchSpec], Awaitable[Trajectory]]
 
 
@@ -70,6 +76,8 @@ class BranchRule:
             or parent.stop_reason is StopReason.EPISODE_TIMEOUT
         ):
             return []
+        if any(turn.agent_id != "policy" for turn in parent.turns):
+            raise ConfigError(several_roles(parent.env))
         turns = self.turns or _turn_of_highest_entropy(parent)
         return [
             BranchSpec(

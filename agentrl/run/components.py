@@ -24,7 +24,7 @@ from agentrl.render.context_policy import resolve_context_policy
 from agentrl.render.images import Images, images_of_model
 from agentrl.replay.branch import play_branch
 from agentrl.reward import Reward, Scorer, resolve_rewards
-from agentrl.rollout.branching import BranchRule
+from agentrl.rollout.branching import BranchRule, several_roles
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
@@ -133,6 +133,8 @@ class Components:
                 self.tasks.prompts.tools = [tool.schema for tool in instance.tools.values()]
                 if instance.env is not None:
                     await self.players.check(tuple(instance.env.roles))
+                    if instance.env.roles and self.config.rollout.branch_at:
+                        raise ConfigError(several_roles(self.label))
                 check_tools(self.env_class, self.renderer, list(instance.tools), str(self.folder))
         finally:
             await instance.close(read_state=False)

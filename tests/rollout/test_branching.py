@@ -9,11 +9,13 @@ import pytest
 from doubles import SAMPLED, FakeGenerator, groups_of, make_runner, span, trajectory
 
 from agentrl import Env, StepResult, Tool, ToolEnv, reward
-from agentrl.errors import EngineAbort, TooManyFailuresError
+from agentrl.config import build_config
+from agentrl.errors import ConfigError, EngineAbort, TooManyFailuresError
 from agentrl.replay.branch import play_branch
 from agentrl.replay.replayer import replay_group
 from agentrl.rollout.branching import LEFT_RECORD, BranchRule
 from agentrl.rollout.rollout import Rollout, RolloutLimits
+from agentrl.run.components import Components
 from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.train.sample import to_samples
 from agentrl.types import StopReason, Turn
@@ -168,6 +170,21 @@ async def test_turns_that_were_not_reached_and_failed_episodes_are_not_branched(
     assert len(rule.branches(spec, ended)) == 1
     for reason in (StopReason.EPISODE_TIMEOUT, StopReason.ENV_FAILURE, StopReason.ENGINE_ABORT):
         assert rule.branches(spec, replace(ended, stop_reason=reason)) == []
+
+
+def test_several_roles_are_refused_before_the_start_and_where_an_episode_has_them(tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(
+        "from agentrl import Env, StepResult, Task\n\n\n"
+        "class Two(Env):\n    roles = ('buyer', 'seller')\n\n    @classmethod\n    def tasks(cls, split):\n"
+        "        return [Task('0', 'x')]\n\n    def step(self, action):\n        return StepResult(terminated=True)\n"
+    )
+    settings = {"env": str(file), "hf_checkpoint": "search_r1_3m", "branch_at": ["1"], "run": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match="Two has several roles"):
+        asyncio.run(Components(build_config(settings), trains=False).require_env())
+    t = trajectory([[span(SAMPLED, [3])]], turns=(Turn(0, 0, 1, None, agent_id="buyer"), Turn(1, 0, 1, None)))
+    with pytest.raises(ConfigError, match="several roles"):
+        BranchRule((1,)).branches(groups_of(1, 1)[0][0], t)
 
 
 def test_the_entropy_rule_takes_the_turn_after_the_first_with_the_least_likely_tokens():
