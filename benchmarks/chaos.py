@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the record")
     args = parser.parse_args()
-    rollouts = 3 * args.kills + 2
+    rollouts = 2 * args.kills + 3
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         whole = start(folder / "whole", rollouts, folder / "whole.out")

@@ -140,7 +140,8 @@ class RestartingTrainer:
             raise WorkerError(
                 f"the trainer was started again {attempt} times for one command and failed each time; the last: {error}"
             )
-        logger.warning("the trainer's ranks are started again, since %s", error)
+        reason = str(error).partition("\n")[0].rstrip(":")  # without the end of the log
+        logger.warning("the trainer's ranks are started again, since %s", reason)
 
     def _restored(self, attempt: int) -> Ranks:
         """The ranks; new ones in the state of those that failed, if they did."""

@@ -1,5 +1,6 @@
 """Over-sampling: the first groups to finish are trained on, the rest is stopped, given back and counted, and the length bias is printed."""
 
+import functools
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from agentrl.config import build_config
 from agentrl.errors import ConfigError
 from agentrl.run.group_player import PlayedGroup, StoppedGroups
 from agentrl.run.over_sampling import OverSampling
+from agentrl.run.train_only import train_only
 from agentrl.store import read_records
 
 SYNC = {"schedule": "sync", "async_buffer_size": None, "consumption_window": None, "use_tis": False}
@@ -36,6 +38,18 @@ def test_every_group_is_trained_on_or_given_back(play):  # noqa: F811
     assert "% shorter than all that were started" in line
     assert any("biases training towards short episodes" in line for line in lines)
     assert any("(episode stopped)" in line and "over-sampling" in line for line in lines)
+
+
+def test_train_only_on_the_record_gives_the_same_weights(play):  # noqa: F811
+    folder, trainer, *_ = play(**OVER)
+    job = functools.partial(replayed, folder)
+    _, again, *_ = play("again", job=job, **OVER)
+    assert again.fed == trainer.fed
+    assert again.weights == trainer.weights != 0
+
+
+def replayed(folder, config, echo):
+    return train_only(config, folder, echo=echo)
 
 
 def test_tasks_of_stopped_groups_are_played_again_first(play):  # noqa: F811
