@@ -66,8 +66,9 @@ def check(run: Path, out: str) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("sync", ["colocated", "split", "disk"])
+@pytest.mark.parametrize("sync", ["colocated", "split", pytest.param("disk", marks=pytest.mark.full)])
 def test_training_with_each_sync(tmp_path, sync):
+    """Through the disk in the full tests only: tests/engine/test_sglang.py has it with a genuine server too."""
     run = tmp_path / "run"
     process = start(run, "--weight-sync", sync)
     out, _ = process.communicate(timeout=1200)
