@@ -1,4 +1,4 @@
-"""`agentrl view`: show a run as a page in the browser."""
+"""`agentrl view`: show a run, or the runs in a folder, as a page in the browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER_HELP = "model folder to decode tokens with (default: the run's model)"
 
 
 def add_parser(commands: Commands) -> None:
-    about = "show a run as a page in the browser, also while it is being written"
+    about = "show a run, or a folder of runs, as a page in the browser, also while it is being written"
     parser = commands.add("view", run_view, about, settings=False, recorded=True)
     port = "port on 127.0.0.1; 0: any free one (default: %(default)s)"
     parser.add_argument("--port", type=int, default=8400, metavar="N", help=port)
@@ -28,13 +28,18 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_view(args: argparse.Namespace, rest: list[str]) -> int:
+    from agentrl.view.run_list import RunList, run_folders
     from agentrl.view.run_source import RunSource
 
     require_no_more(rest)
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, found {args.port}")
-    decode, note = decoder(args.recorded, args.tokenizer)
-    asyncio.run(_serve(RunSource(args.recorded, decode, note), args.port))
+
+    def open_run(path: Path) -> RunSource:
+        return RunSource(path, *decoder(path, args.tokenizer))
+
+    several = run_folders(args.recorded)
+    asyncio.run(_serve(RunList(args.recorded, open_run) if several else open_run(args.recorded), args.port))
     return 0
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from agentrl.errors import AgentRLError, StoreError
 from agentrl.store import encode
+from agentrl.view.run_list import RunList
 from agentrl.view.run_source import RunSource
 
 STATIC = {
@@ -25,6 +26,8 @@ STATIC = {
     "tokens.js": ("tokens.js", "text/javascript"),
 }
 """Static files: path to file name and content type."""
+RUNS_STATIC = {"": ("runs.html", "text/html"), "runs.js": ("runs.js", "text/javascript")}
+"""those of the list of runs"""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -42,26 +45,46 @@ def asset(name: str) -> bytes:
     return (files("agentrl.view") / "static" / name).read_bytes()
 
 
-def make_app(source: RunSource) -> web.Application:
+def make_app(source: RunSource | RunList) -> web.Application:
+    """The application of one run, or of a folder of runs: the list at `/`, each run at `/run/NAME/`."""
     app = web.Application(middlewares=[_guard])
-
-    def as_json(read: Callable[[web.Request], Any]) -> Handler:
-        async def handle(request: web.Request) -> web.Response:
-            async with lock:  # a RunSource is not thread-safe
-                value = await asyncio.to_thread(read, request)
-            return web.Response(body=encode(value), content_type="application/json")
-
-        return handle
-
     lock = asyncio.Lock()
-    app.router.add_get("/api/state", as_json(lambda r: source.state()))
-    app.router.add_get("/api/run", as_json(lambda r: source.overview()))
-    app.router.add_get("/api/episodes", as_json(lambda r: source.page(r.query)))
-    app.router.add_get("/api/neighbours", as_json(lambda r: source.neighbours(r.query.get("id", ""), r.query)))
-    app.router.add_get("/api/episode", as_json(lambda r: source.episode(r.query.get("id", ""))))
-    for path, (name, kind) in STATIC.items():
+    if isinstance(source, RunSource):
+        _add_run(app, "", lambda _: source, lock)
+        return app
+    runs = source
+    app.router.add_get("/api/runs", _json(lambda _: runs.overview(), lock))
+    for path, (name, kind) in {**STATIC, **RUNS_STATIC}.items():
         app.router.add_get(f"/{path}", _static(asset(name), kind))
+    _add_run(app, "/run/{run}", lambda request: runs.run(request.match_info["run"]), lock)
     return app
+
+
+def _add_run(app: web.Application, prefix: str, find: Callable[[web.Request], RunSource], lock: asyncio.Lock) -> None:
+    """Add the page of a run, whose addresses are relative."""
+    readers: dict[str, Callable[[RunSource, web.Request], Any]] = {
+        "state": lambda run, _: run.state(),
+        "run": lambda run, _: run.overview(),
+        "episodes": lambda run, r: run.page(r.query),
+        "neighbours": lambda run, r: run.neighbours(r.query.get("id", ""), r.query),
+        "episode": lambda run, r: run.episode(r.query.get("id", "")),
+    }
+    for name, read in readers.items():
+        app.router.add_get(f"{prefix}/api/{name}", _json(lambda r, read=read: read(find(r), r), lock))  # type: ignore[misc]
+    for path, (name, kind) in STATIC.items():
+        body = asset(name)
+        if prefix and not path:
+            body = body.replace(b'<nav aria-label="pages">', b'<nav aria-label="pages"><a href="../../">All runs</a>')
+        app.router.add_get(f"{prefix}/{path}", _static(body, kind))
+
+
+def _json(read: Callable[[web.Request], Any], lock: asyncio.Lock) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        async with lock:  # a RunSource is not thread-safe
+            value = await asyncio.to_thread(read, request)
+        return web.Response(body=encode(value), content_type="application/json")
+
+    return handle
 
 
 def _static(body: bytes, kind: str) -> Handler:
@@ -104,7 +127,7 @@ def _problem(status: int, text: str) -> web.Response:
     )
 
 
-async def start(source: RunSource, port: int) -> tuple[web.AppRunner, int]:
+async def start(source: RunSource | RunList, port: int) -> tuple[web.AppRunner, int]:
     """Listen on loopback and return the runner, for cleanup, and the port. Port 0 takes a free one.
 
     Raises:

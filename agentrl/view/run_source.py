@@ -19,6 +19,8 @@ from agentrl.view.episode_list import COLUMNS, FILTERS, select, whole_number
 _REFRESH_S = 0.5
 MAX_ROWS = 500
 """Rows of the list in one response."""
+MAX_LABEL = 200
+"""Characters of a label in the list."""
 MAX_POINTS = 2000
 """Lines of metrics in one response; a longer file is sampled at equal distances."""
 
@@ -35,6 +37,7 @@ class RunSource:
         self._refreshed = time.monotonic()
         self._selection: tuple[Any, list[IndexEntry]] = (None, [])
         """the last query with the state that it was answered from, and its result"""
+        self._labels: dict[tuple[int, int], str] = {}
         self._replay_mtime = 0.0
         self._divergences: dict[str, Any] = {}
         self._replayed: dict[str, str] = {}
@@ -110,12 +113,21 @@ class RunSource:
         rows = [
             {
                 **{column: getattr(e, column) for column in COLUMNS},
+                "label": self._label(e),
                 "advantage": advantages.get(e.id),
                 "replay": replayed.get(e.id),
             }
             for e in selected[offset : offset + limit]
         ]
         return {"total": len(selected), "offset": offset, "rows": rows}
+
+    def _label(self, entry: IndexEntry) -> str:
+        """The beginning of the task's label, which the index does not hold; '': there is none."""
+        place = entry.file, entry.offset
+        if place not in self._labels:
+            label = self.recording.record(entry)["task"].get("label")
+            self._labels[place] = "" if label is None else str(label)[:MAX_LABEL]
+        return self._labels[place]
 
     def neighbours(self, episode_id: str, query: Mapping[str, str]) -> tuple[str | None, str | None]:
         """Return the ids of the episodes before and after one in the list, filtered and sorted."""

@@ -40,14 +40,15 @@ def start_browser(size="1400,1000"):
 
 
 class Served:
-    """A run behind a server in a separate thread."""
+    """A run behind a server in a separate thread. `decode`: of its tokens; or what is served instead of one run."""
 
     def __init__(self, path, decode):
         self.path = path
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.runner, port = self._do(start(RunSource(path, decode), 0))
+        source = RunSource(path, decode) if callable(decode) else decode
+        self.runner, port = self._do(start(source, 0))
         self.url = f"http://127.0.0.1:{port}/"
 
     def _do(self, work):

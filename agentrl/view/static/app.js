@@ -144,7 +144,7 @@
 
   const ROW = 30;
   const PAGE = 100;
-  const COLUMNS = [["id", "episode", "92px"], ["step", "rollout", "48px", 1], ["split", "split", "64px"], ["stop", "ended", "92px"], ["score", "score", "48px", 1], ["turns", "turns", "42px", 1], ["sampled", "sampled", "58px", 1], ["tokens", "tokens", "50px", 1], ["seconds", "time", "56px", 1], ["version", "version", "52px", 1], ["advantage", "advantage", "68px", 1], ["replay", "replay", "68px"], ["text", "prompt", "minmax(120px, 1fr)"], ["answer", "answer", "minmax(80px, .4fr)"]];
+  const COLUMNS = [["id", "episode", "92px"], ["step", "rollout", "48px", 1], ["split", "split", "64px"], ["stop", "ended", "92px"], ["score", "score", "48px", 1], ["turns", "turns", "42px", 1], ["sampled", "sampled", "58px", 1], ["tokens", "tokens", "50px", 1], ["seconds", "time", "56px", 1], ["version", "version", "52px", 1], ["advantage", "advantage", "68px", 1], ["replay", "replay", "68px"], ["text", "prompt", "minmax(120px, 1fr)"], ["answer", "answer", "minmax(80px, .4fr)"], ["label", "label", "minmax(60px, .3fr)"]];
 
   async function showList(query) {
     if (!run) run = await get("run");
@@ -181,7 +181,7 @@
         reload();
       }, 150);
     });
-    const head = h("div", { class: "list-head" }, columns.map(([key, label, , right]) => h("button", { type: "button", class: right ? "n" : "", "data-sort": key, onclick: () => go({ sort: key, desc: query.sort === key && query.desc !== "1" ? "1" : query.sort === key ? "" : right ? "1" : "" }) }, `${AR.visible(label)}${query.sort === key ? (query.desc === "1" ? " ↓" : " ↑") : ""}`)));
+    const head = h("div", { class: "list-head" }, columns.map(([key, label, , right]) => h("button", { type: "button", class: right ? "n" : "", "data-sort": key, disabled: key === "label", onclick: () => go({ sort: key, desc: query.sort === key && query.desc !== "1" ? "1" : query.sort === key ? "" : right ? "1" : "" }) }, `${AR.visible(label)}${query.sort === key ? (query.desc === "1" ? " ↓" : " ↑") : ""}`)));
     head.style.gridTemplateColumns = grid;
 
     async function need(n) {
@@ -217,7 +217,7 @@
         if (!pages.has(Math.floor(i / PAGE))) need(Math.floor(i / PAGE));
         if (!rows.has(i)) {
           const row = data && data[i % PAGE];
-          const el = row ? h("a", { class: "list-row", role: "option", href: link("episode", { ...query, id: row.id }), "data-id": row.id }, columns.map(([key, , , right]) => h("span", { class: `${right ? "n" : ""} ${key === "stop" && row.status === "failed" ? "bad" : ""}`, title: key === "text" || key === "answer" ? AR.visible(row[key] || "") : null }, cell(row, key)))) : h("div", { class: "list-row soft" }, "…");
+          const el = row ? h("a", { class: "list-row", role: "option", href: link("episode", { ...query, id: row.id }), "data-id": row.id }, columns.map(([key, , , right]) => h("span", { class: `${right ? "n" : ""} ${key === "stop" && row.status === "failed" ? "bad" : ""}`, title: key === "text" || key === "answer" || key === "label" ? AR.visible(row[key] || "") : null }, cell(row, key)))) : h("div", { class: "list-row soft" }, "…");
           el.waiting = !row;
           el.style.gridTemplateColumns = grid;
           el.style.top = `${i * ROW}px`;
