@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
 from models import hf_log_probs, hf_model, make_model, make_rows
+from test_families import make
 from test_megatron import check_gradients, check_log_probs, start
 
 from agentrl.train.base import LossConfig
@@ -45,6 +46,18 @@ def test_bf16_trains_and_survives_an_offload(tmp_path, tensor_parallel):
         for a, b in zip(before, after, strict=True):
             assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
         losses += [trainer.step(rows, LossConfig(kind="sft"), 1e-2)["loss"] for _ in range(5)]
+        assert losses[-1] < losses[4] < losses[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_experts_train_in_bf16(tmp_path, family):
+    model = make(tmp_path / family, family, hidden_size=64)
+    rows, hf = make_rows(model), hf_model(model)
+    with start(model, tmp_path, dtype="bfloat16") as trainer:
+        for row, got in zip(rows, trainer.log_probs(rows), strict=True):
+            with torch.no_grad():
+                assert np.abs(got - hf_log_probs(hf, row).numpy()).mean() < 0.15
+        losses = [trainer.step(rows, LossConfig(kind="sft"), 3e-3)["loss"] for _ in range(8)]
         assert losses[-1] < losses[4] < losses[0]
 
 
