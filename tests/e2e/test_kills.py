@@ -7,7 +7,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from kills import FLAVOURS, play_cases
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_runs_killed_at_three_moments_continue_bit_equal(tmp_path):
     facts, faults = play_cases(range(3), tmp_path, flavours=["one rank"])
     assert not faults
