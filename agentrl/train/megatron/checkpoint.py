@@ -26,7 +26,13 @@ from agentrl.train.megatron.checkpoint_pickles import require_safe
 from agentrl.train.megatron.gpu_kernels import step_device, use_fused_adam
 from agentrl.train.megatron.model import Built
 
-_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+_NO_PARAMETERS: Any = "no parameters"
+"""Key of the state of an optimizer that has no parameters here, as that of experts on a pipeline stage without any."""
 
 
 class PendingSave:
@@ -91,10 +97,11 @@ def load(built: Built, path: Path) -> int:
         built.model.load_state_dict(state["model"])
         built.optimizer.load_state_dict(state["optimizer"])
     use_fused_adam(built.optimizer)
-    for adam in (part.optimizer for part in _parts(built.optimizer)):
+    for part in _parts(built.optimizer):
+        adam: Any = part.optimizer
         if isinstance(adam, torch.optim.Adam):
             for parameter, values in adam.state.items():
-                if isinstance(values.get("step"), torch.Tensor):
+                if parameter is not _NO_PARAMETERS and isinstance(values.get("step"), torch.Tensor):
                     values["step"] = values["step"].clone().to(step_device(adam, parameter))
     if same:
         _set_generators(state["generators"])
@@ -126,15 +133,17 @@ def _sharded_generators() -> ShardedObject:
 @torch.no_grad()
 def _initialise(optimizer: Any) -> None:
     """Create the initial state of a torch Adam that has not stepped yet: megatron can neither write nor fill an empty state."""
-    for part in _parts(optimizer):
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.Adam):
-            continue
+    adams: list[Any] = [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+    for adam in adams:
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 step = torch.zeros((), dtype=torch.float32, device=step_device(adam, parameter))
                 adam.state[parameter] = {"step": step, **zeros}
+    steps = [values["step"] for adam in adams for key, values in adam.state.items() if key is not _NO_PARAMETERS]
+    for adam in adams:
+        if not any(group["params"] for group in adam.param_groups):
+            adam.state[_NO_PARAMETERS] = {"step": steps[0].clone().cpu()}
 
 
 def _parts(optimizer: Any) -> list[Any]:
