@@ -67,7 +67,7 @@ def install() -> None:
     _replace_cuda_module()
     _replace_type_names()
     _replace_barrier()
-    _replace_uneven()
+    _replace_all_to_all()
     _replace_rng()
 
 
@@ -113,40 +113,18 @@ def _replace_barrier() -> None:
     module.barrier = lambda group=None, async_op=False, device_ids=None: original(group=group, async_op=async_op)
 
 
-def _replace_uneven() -> None:
-    """megatron makes lists of sizes only when it copies them from a GPU; gloo gathers and scatters equal shapes only."""
+def _replace_all_to_all() -> None:
+    """megatron makes lists of sizes only when it copies them from a GPU."""
     module: Any = torch.distributed
-    all_to_all, all_gather = module.all_to_all_single, module.all_gather
-    reduce_scatter = module.reduce_scatter
+    original = module.all_to_all_single
 
     def all_to_all_single(
         output: Any, source: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **options: Any
     ) -> Any:
         sizes = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes))
-        return all_to_all(output, source, *sizes, **options)
+        return original(output, source, *sizes, **options)
 
-    def gather(outputs: list[torch.Tensor], source: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        longest = max(map(len, outputs)) if source.dim() else 0
-        if not source.dim() or all(len(x) == longest for x in outputs):
-            return all_gather(outputs, source, group=group, async_op=async_op)
-        padded = [x.new_zeros(longest, *x.shape[1:]) for x in (source, *outputs)]
-        padded[0][: len(source)] = source
-        all_gather(padded[1:], padded[0], group=group)
-        for output, whole in zip(outputs, padded[1:], strict=True):
-            output.copy_(whole[: len(output)])
-        return None
-
-    def scatter(
-        output: torch.Tensor, sources: list[torch.Tensor], *args: Any, group: Any = None, **options: Any
-    ) -> Any:
-        if len({x.shape for x in sources}) == 1:
-            return reduce_scatter(output, sources, *args, group=group, **options)
-        whole = torch.cat(sources)
-        module.all_reduce(whole, *args, group=group)
-        output.copy_(whole.split([len(x) for x in sources])[module.get_rank(group)])
-        return None
-
-    module.all_to_all_single, module.all_gather, module.reduce_scatter = all_to_all_single, gather, scatter
+    module.all_to_all_single = all_to_all_single
 
 
 def _replace_rng() -> None:

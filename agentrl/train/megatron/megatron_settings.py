@@ -191,7 +191,7 @@ def check_settings(settings: Settings, model: ModelConfig, *, cpu: bool) -> None
             )
     _check_parallel(settings, model)
     _check_kind(settings, model)
-    _check_experts(settings, model)
+    _check_experts(settings, model, cpu=cpu)
     if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
         raise ConfigError(
             "use_megatron_fsdp is not supported; the optimizer is distributed already (use_distributed_optimizer)"
@@ -222,7 +222,7 @@ def _check_kind(settings: Settings, model: ModelConfig) -> None:
             raise ConfigError(f"[megatron] {name} = {value!r} has no effect: {_NO_EFFECT[name]}; leave it out")
 
 
-def _check_experts(settings: Settings, model: ModelConfig) -> None:
+def _check_experts(settings: Settings, model: ModelConfig, *, cpu: bool) -> None:
     """Refuse settings of experts for a dense model, and layouts that do not divide the experts."""
     tensor, experts = settings.get("tensor_model_parallel_size", 1), settings.get("expert_model_parallel_size", 1)
     if not model.experts:
@@ -244,6 +244,10 @@ def _check_experts(settings: Settings, model: ModelConfig) -> None:
         raise ConfigError(
             f"expert_tensor_parallel_size must be {tensor}, as tensor_model_parallel_size, or 1 with expert_model_parallel_size > 1; "
             f"found {divisions}"
+        )
+    if cpu and experts > 1 and divisions > 1:
+        raise ConfigError(
+            "on CPUs experts are divided over ranks or within, not both (gloo gathers equal shapes only): set expert_tensor_parallel_size to 1"
         )
     if (width := model.transformer["moe_ffn_hidden_size"]) % divisions:
         raise ConfigError(f"expert_tensor_parallel_size {divisions} does not divide the experts' {width} channels")
