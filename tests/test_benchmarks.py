@@ -108,3 +108,16 @@ def test_a_run_with_killed_processes_equals_one_without(tmp_path):
     record = json.loads((tmp_path / "chaos.json").read_text())
     assert (record["value"], record["differences"]) == (5, [])
     assert set(record["kills"]) == {"controller", "rank"}
+
+
+@pytest.mark.full
+def test_the_comparison_of_a_black_box_with_its_native_environment_writes_its_record_and_curve(tmp_path):
+    small = "--rollout-batch-size 2 --n-samples-per-prompt 3 --eval-limit 4 --eval-interval 1 --lr-warmup-rollouts 0 --actor-num-gpus-per-node 1"
+    words = ["--rollouts", "1", "--out", str(tmp_path), "--keep", str(tmp_path / "runs"), "--", *small.split()]
+    command = [sys.executable, "benchmarks/black_box_learning.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "black_box_learning.json").read_text())
+    assert (record["value"], record["bit_equal_seeds"]) == (0.0, [0])
+    assert [[step for step, _ in run["evaluations"]] for run in record["runs"]] == [[0, 1]] * 2
+    assert (tmp_path / "black_box_learning.png").read_bytes().startswith(b"\x89PNG")
