@@ -41,6 +41,8 @@ class Seat:
     @property
     def generator(self) -> Generator | None:
         """The frozen model that plays it; None: the policy, or text."""
+        if self.player is None:  # the usual case; isinstance reads all attributes of the protocol
+            return None
         return self.player if isinstance(self.player, Generator) else None
 
     @property
