@@ -20,8 +20,10 @@ from typing import Any
 from result_record import commit
 
 HERE = Path(__file__).parent
-SCORES = {"self_play": "won.X", "frozen_lake": "reward"}
+SCORES = {"calculator": "correct", "self_play": "won.X", "frozen_lake": "reward"}
 """the evaluation score of each example, as in its metrics"""
+EPISODES = {"calculator": 1500, "self_play": 600, "frozen_lake": 300}
+"""scripted episodes of the warm-up"""
 
 
 def agentrl(words: list[str]) -> None:
@@ -64,7 +66,8 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     folder, out, score = HERE.parent / "examples" / args.name, args.out.absolute(), SCORES[args.name]
     if not (out / "warm").exists():
-        subprocess.run([sys.executable, HERE.parent / "examples/warm_up.py", folder, out / "warm"], check=True)
+        warm_up = [HERE.parent / "examples/warm_up.py", folder, out / "warm", "--episodes", EPISODES[args.name]]
+        subprocess.run([sys.executable, *map(str, warm_up)], check=True)
     words = ["--config", str(folder / "config.toml"), "--model", str(out / "warm/hf"), *flags]
     if not (out / "learn").exists():
         agentrl(["train", *words, "--run", str(out / "learn")])

@@ -75,6 +75,13 @@ class TestTicTacToe:
         assert moves == set("145678")
 
 
+def test_the_demonstrator_of_the_calculator_uses_it_and_copies_its_result():
+    texts = {demonstrator("calculator")("3 * 47 = ?", Random(i)) for i in range(50)}
+    assert "<calc> 3 * 47</calc>" in texts
+    after = {demonstrator("calculator")("3 * 47 = ?<result>141</result>", Random(i)) for i in range(50)}
+    assert "<answer> 141</answer>" in after
+
+
 def test_the_demonstrator_of_frozen_lake_writes_moves():
     lake = {demonstrator("frozen_lake")("… Action: …\n\n14<|im_end|>", Random(i)) for i in range(50)}
     assert lake == {f"Action: {d}" for d in ("left", "down", "right", "up")}
