@@ -76,7 +76,7 @@ def marked(fault):
     return pytest.param(fault, id=fault.what, marks=pytest.mark.slow if fault.quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize("fault", map(marked, FAULTS))
+@pytest.mark.parametrize("fault", list(map(marked, FAULTS)))
 def test_a_planted_fault_fails_its_test(tmp_path, forks, fault):
     source = copy_source(tmp_path)
     plant(source, fault)
