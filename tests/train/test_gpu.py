@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
 from models import hf_log_probs, hf_model, make_model, make_rows
-from test_model_families import make
 from test_megatron import check_gradients, check_log_probs, start
+from test_model_families import make
 
 from agentrl.train.base import LossConfig
 from agentrl.train.megatron.attention_kernels import Dense, Sequences, kernel_for
