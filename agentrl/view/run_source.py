@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from agentrl.core.redaction import redact
+from agentrl.errors import StoreError
 from agentrl.store import IndexEntry, Recording
 from agentrl.store.json_lines import read_json_lines
 from agentrl.view.episode_detail import Decode, episode_detail
@@ -122,10 +124,12 @@ class RunSource:
         return {"total": len(selected), "offset": offset, "rows": rows}
 
     def _label(self, entry: IndexEntry) -> str:
-        """The beginning of the task's label, which the index does not hold; '': there is none."""
+        """The beginning of the task's label, which the index does not hold; '': there is none, or the record is damaged, as its own page says."""
         place = entry.file, entry.offset
         if place not in self._labels:
-            label = self.recording.record(entry)["task"].get("label")
+            label = None
+            with suppress(StoreError):
+                label = self.recording.record(entry)["task"].get("label")
             self._labels[place] = "" if label is None else str(label)[:MAX_LABEL]
         return self._labels[place]
 

@@ -37,7 +37,7 @@ ERRORS = {
         "'sft-batch-size'?"
     ),
     "train --xyzzy 3": "train: unknown flag --xyzzy; `agentrl train --help-all` lists all flags",
-    "train --rm-type math": (
+    "train --rm-type dapo": (
         "train: --reward math is not accepted: write a function with @reward and give --reward file.py:function; em and f1 "
         "score short answers"
     ),

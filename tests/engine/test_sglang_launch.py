@@ -103,6 +103,8 @@ async def test_a_server_that_does_not_end_is_a_failure_that_names_it(stubborn, m
     with pytest.raises(EngineFailure, match=rf"\(pid {stubborn.process.pid}\) was killed and does not end"):
         await stubborn.stop()
     assert stubborn.process is not None
+    monkeypatch.undo()
+    stubborn.process.wait(30)
 
 
 @pytest.fixture

@@ -164,6 +164,10 @@ def test_a_flag_that_sft_does_not_read_is_refused(name):
         "weight_sync": "none",
         "global_batch_size": "128",
         "eps_clip_c": "2",
+        "branch_at": "1",
+        "eval_engine": "separate",
+        "players": "white=policy",
+        "eval_players": "white=policy",
     }
     default = field_infos(SECTIONS[FIELDS[name]])[name].default
     value = FLAGS_OF_SFT.get(name) or values.get(name) or ("1" if default is None else str(default).lower())
