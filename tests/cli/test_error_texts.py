@@ -38,8 +38,8 @@ ERRORS = {
     ),
     "train --xyzzy 3": "train: unknown flag --xyzzy; `agentrl train --help-all` lists all flags",
     "train --rm-type dapo": (
-        "train: --reward math is not accepted: write a function with @reward and give --reward file.py:function; em and f1 "
-        "score short answers"
+        "train: --reward dapo is not accepted: write a function with @reward and give --reward file.py:function; em and f1 "
+        "score short answers, math answers of mathematics"
     ),
     "train --debug-train-only": "train: --debug-train-only trains on recorded episodes; give --load-debug-rollout-data RUN",
     "train --load nowhere --save elsewhere": (
