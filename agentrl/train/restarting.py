@@ -49,24 +49,26 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  closed with the trainer
         self.steps = 0
+        self._end = 0
+        """where the next step is written; a reader may have stopped anywhere"""
 
     def append(self, step: Step) -> None:
         """Add a step that was taken."""
+        self._file.seek(self._end)
         pickle.dump(step, self._file, protocol=5)
+        self._end = self._file.tell()
         self.steps += 1
 
     def __iter__(self) -> Iterator[Step]:
-        end = self._file.tell()
         self._file.seek(0)
         for _ in range(self.steps):
             yield pickle.load(self._file)
-        self._file.seek(end)
 
     def clear(self) -> None:
         """Forget the steps: a checkpoint holds them."""
         self._file.seek(0)
         self._file.truncate()
-        self.steps = 0
+        self.steps = self._end = 0
 
     def close(self) -> None:
         self._file.close()

@@ -166,6 +166,20 @@ def test_the_weights_are_those_of_a_run_without_failures(fails, tmp_path):
     assert machine.started > 1
 
 
+def test_a_failure_amid_the_repeated_steps_loses_none_of_them(tmp_path):
+    """The fourth step fails, then the second while it is repeated; then the sixth, which repeats all five."""
+    taken = []
+    for fails in ({}, {"step": [4, 6, 12]}):
+        machine = Machine(fails)
+        trainer = restarting(machine, tmp_path)
+        for number in range(1, 7):
+            trainer.step(rows_of(number), LOSS, 0.1)
+        taken.append(weights(trainer))
+        assert machine.started == 1 + len(fails.get("step", ()))
+        trainer.close()
+    assert taken[0] == taken[1]
+
+
 def test_steps_before_a_checkpoint_are_not_repeated(tmp_path):
     machine = Machine({"log_probs": [1]})
     trained(machine, tmp_path / "run")
