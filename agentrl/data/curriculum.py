@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.core.seeds import derive_seed
 from agentrl.data.data_source import DataSource
-from agentrl.types import EpisodeSpec, Group, Task
+from agentrl.types import Group, Task
 
 SOLVED = 0.5
 """An episode with a higher score solves its task, as in pass@k."""
@@ -34,16 +34,6 @@ class SolveRateSource(DataSource):
         self.drawn: set[str] = set()
         """ids of the tasks drawn since the last results"""
 
-    def get_samples(self, num_groups: int) -> list[list[EpisodeSpec]]:
-        """See `DataSource.get_samples`."""
-        groups = [self.returned.popleft() for _ in range(min(num_groups, len(self.returned)))]
-        while len(groups) < num_groups:
-            task, size = self._draw(), self.n_samples_per_prompt
-            groups.append([EpisodeSpec(task, self.next_group, self.next_episode + i) for i in range(size)])
-            self.next_group += 1
-            self.next_episode += size
-        return groups
-
     def add_results(self, groups: Sequence[Group]) -> None:
         """Update the solve rates of the tasks that were played."""
         self.drawn.clear()
@@ -66,7 +56,8 @@ class SolveRateSource(DataSource):
         super().load_state_dict(state)
         self.rates, self.drawn = dict(state["rates"]), set(state["drawn"])
 
-    def _draw(self) -> Task:
+    def next_task(self) -> Task:
+        """See `DataSource.next_task`."""
         open_tasks = [task for task in self.tasks if task.id not in self.drawn]
         if not open_tasks:
             self.drawn.clear()

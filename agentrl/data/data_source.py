@@ -50,16 +50,20 @@ class DataSource:
         """
         groups = [self.returned.popleft() for _ in range(min(num_groups, len(self.returned)))]
         while len(groups) < num_groups:
-            task = self.tasks[self._order[self.position]]
-            size = self.n_samples_per_prompt
+            task, size = self.next_task(), self.n_samples_per_prompt
             groups.append([EpisodeSpec(task, self.next_group, self.next_episode + i) for i in range(size)])
             self.next_group += 1
             self.next_episode += size
-            self.position += 1
-            if self.position == len(self.tasks):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._shuffled()
         return groups
+
+    def next_task(self) -> Task:
+        """Return the task of group `next_group`, a new one. A subclass that only chooses other tasks overrides this."""
+        task = self.tasks[self._order[self.position]]
+        self.position += 1
+        if self.position == len(self.tasks):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._shuffled()
+        return task
 
     def add_samples(self, groups: Sequence[Sequence[EpisodeSpec]]) -> None:
         """Give tasks back, which will be played again as new groups before any others, in the same order."""

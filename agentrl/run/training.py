@@ -84,7 +84,7 @@ async def train(
 
 
 async def train_synchronously(run: TrainingRun) -> None:
-    """Rollout, optimize, sync, record, save: one after the other. Evaluations run beside them if they have an engine of their own."""
+    """Rollout, optimize, sync, record, save: one after the other. Evaluations run beside them if they have a separate engine."""
     async with Evaluations(run, beside=run.evaluation_engine is not None, timeline=Timeline()) as evaluations:
         for step in range(run.first_step, run.config.rollout.num_rollout):
             if run.eval_due(step):
@@ -249,13 +249,9 @@ class TrainingRun(EpisodeRun):
     def further_timings(self) -> dict[str, float]:
         """Rates of the optimizer steps, the parts of the last weight sync, and the free GPU memory where engine and trainer share GPUs."""
         sync = {f"sync/{name}": value for name, value in self.weights.seconds.items()}
-        restarts = {name: float(t.restarts) for name, t in self._restarting() if t.restarts}
+        both = {"trainer_restarts": self._trainer, "critic_restarts": self.critic}
+        restarts = {n: float(t.restarts) for n, t in both.items() if isinstance(t, RestartingTrainer) and t.restarts}
         return self.rates | sync | self.weights.memory() | restarts
-
-    def _restarting(self) -> list[tuple[str, RestartingTrainer]]:
-        """Trainer and critic, if they are started again after failures, with the name of their count of restarts."""
-        both = (("trainer_restarts", self._trainer), ("critic_restarts", self.critic))
-        return [(name, t) for name, t in both if isinstance(t, RestartingTrainer)]
 
     async def save(
         self,
@@ -301,9 +297,10 @@ class TrainingRun(EpisodeRun):
 
     def _note_checkpoint(self, checkpoint: Path) -> None:
         """Ranks that are started again load this checkpoint."""
-        for name, trainer in self._restarting():
-            path = checkpoint / "trainer"
-            trainer.restart_from(path / CRITIC if name == "critic_restarts" else path)
+        path = checkpoint / "trainer"
+        for trainer, folder in ((self._trainer, path), (self.critic, path / CRITIC)):
+            if isinstance(trainer, RestartingTrainer):
+                trainer.restart_from(folder)
 
     def save_trainer(self, path: Path) -> None:
         """Write the trainer's checkpoint, and the critic's into its folder `critic`."""

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mfu import SHAPES, TINY, commit, make_rows, rates, timed, write_model
+from mfu import SHAPES, TINY, gpu_record, make_rows, rates, timed, write_model
 
 from agentrl.train.base import Floats, LossConfig, Row
 from agentrl.train.megatron.model_config import read_model_config
@@ -121,19 +118,9 @@ def main() -> None:
         result = measure(args, name, folder, rows, card)
         value = {**result["rates"], "difference": difference(rows, one, result)}
         value["scaling"] = round(value["tokens_per_s"] / one["rates"]["tokens_per_s"], 3)
-        records.append(
-            {
-                "metric": f"layout {name} on two GPUs: Qwen3-{args.model} shape, bf16, rows of {length} in micro-batches of {args.micro_batch}",
-                "value": value,
-                "baseline": {"one GPU": one["rates"], "noise": noise},
-                "card": card,
-                "formula": FORMULA,
-                "commit": args.commit or commit(),
-                "command": f"python {shlex.join(sys.argv)}",
-                "date": time.strftime("%Y-%m-%d"),
-                "torch": torch.__version__,
-            }
-        )
+        shape = f"Qwen3-{args.model} shape, bf16, rows of {length} in micro-batches of {args.micro_batch}"
+        baseline = {"one GPU": one["rates"], "noise": noise}
+        records.append(gpu_record(f"layout {name} on two GPUs: {shape}", value, baseline, FORMULA, args.commit))
         print(name, json.dumps(value), flush=True)
         (args.out / "layouts.json").write_text(json.dumps(records, indent=1) + "\n")
     print("one GPU", json.dumps(one["rates"]), "noise", json.dumps(noise))

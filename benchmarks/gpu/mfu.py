@@ -247,21 +247,36 @@ def record(
 ) -> dict[str, Any]:
     packed = f"rows of {part.length} in micro-batches of {part.micro_batch}"
     more = f", {', '.join(f'{k}={v}' for k, v in part.megatron.items())}" if part.megatron else ""
+    return gpu_record(
+        f"trainer {name}: Qwen3-{part.model} shape, bf16, {packed}, {args.micro_batches} micro-batches per optimizer step{more}",
+        ours,
+        theirs or None,
+        FORMULA,
+        args.commit,
+        speedup=round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3) if theirs.get("tokens_per_s") else None,
+    )
+
+
+def gpu_record(
+    metric: str, value: Any, baseline: Any, formula: str, commit: str | None = None, **details: Any
+) -> dict[str, Any]:
+    """A result of a benchmark on GPUs. `commit`: the measured one; None: the one that is checked out."""
     return {
-        "metric": f"trainer {name}: Qwen3-{part.model} shape, bf16, {packed}, {args.micro_batches} micro-batches per optimizer step{more}",
-        "value": ours,
-        "baseline": theirs or None,
-        "speedup": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3) if theirs.get("tokens_per_s") else None,
+        "metric": metric,
+        "value": value,
+        "baseline": baseline,
+        **details,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "formula": FORMULA,
-        "commit": args.commit or commit(),
+        "formula": formula,
+        "commit": commit or checked_out(),
         "command": f"python {shlex.join(sys.argv)}",
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
     }
 
 
-def commit() -> str | None:
+def checked_out() -> str | None:
+    """The short hash of the commit that is checked out; None outside a repository."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )

@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mfu import commit
+from mfu import gpu_record
 
 from agentrl.core.ports import free_port
 from agentrl.train.base import LossConfig, Row
@@ -98,6 +96,7 @@ def start_rank(args: argparse.Namespace) -> Any:
         dtype="bfloat16" if gpu else "float32",
         reference=False,
         critic=False,
+        true_on_policy=False,
         tree_packing=True,
         seed=0,
         threads=torch.get_num_threads(),
@@ -185,18 +184,14 @@ def measure(args: argparse.Namespace, rank: Any, part: str, head: str) -> dict[s
         print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=30, max_name_column_width=80))
     ratio = plain["tokens"] / tree["tokens"]
     shape = "tiny" if args.tiny else "Qwen3-1.7B shape, bf16"
-    return {
-        "metric": f"tree speedup, {part}, token ratio {ratio:.2f}, log-probs of {head} tokens, {shape}, forward and backward without optimizer",
-        "value": round(plain["seconds"] / tree["seconds"], 3),
-        "baseline": plain,
-        "tree": tree,
-        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "formula": FORMULA,
-        "commit": args.commit or commit(),
-        "command": f"python {shlex.join(sys.argv)}",
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-    }
+    return gpu_record(
+        f"tree speedup, {part}, token ratio {ratio:.2f}, log-probs of {head} tokens, {shape}, forward and backward without optimizer",
+        round(plain["seconds"] / tree["seconds"], 3),
+        plain,
+        FORMULA,
+        args.commit,
+        tree=tree,
+    )
 
 
 def difference(gradients: list[Any], others: list[Any]) -> float:

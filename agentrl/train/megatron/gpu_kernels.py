@@ -148,7 +148,9 @@ def rotate(
         mscale: factor of cosine and sine.
     """
     if multi_latent_attention:
-        raise NotImplementedError("latent attention rotates by itself")
+        raise NotImplementedError(
+            "megatron's latent attention is not supported; latent_attention.py orders the channels before it calls this"
+        )
     cos, sin = ((f * mscale).to(t.dtype) for f in (freqs.cos(), freqs.sin()))
     return _rotation(rotary_interleaved)(t, cos, sin)
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from agentrl.train.megatron.families.base import LatentAttention, Rope
+from agentrl.train.megatron.gpu_kernels import rotate
 from agentrl.train.megatron.layers import RMSNorm
 from agentrl.train.megatron.rotary import attention_factor, latent_scale
 from agentrl.train.megatron.tree_attention import TreeAttention
@@ -123,7 +124,4 @@ class TreeLatentAttention(MegatronModule):
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
         if self.latent.interleaved:
             x = torch.cat([x[..., 0::2], x[..., 1::2]], -1)
-        factor = attention_factor(self.rope)
-        cos, sin = (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
+        return rotate(x, angles, mscale=attention_factor(self.rope))

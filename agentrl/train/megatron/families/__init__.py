@@ -102,7 +102,7 @@ def check_names(folder: Path, model: ModelConfig, names: Iterable[str], *, criti
     first = model.transformer["num_layers"]
     prediction = tuple(f"model.layers.{first + i}." for i in range(model.untrained_layers))
     for name in sorted(present - required):
-        if name.startswith(prediction) if prediction else False:
+        if name.startswith(prediction):
             left_out.append(name)
         elif not (name in ("lm_head.weight", VALUE_HEAD, VALUE_BIAS) or name.endswith(_DERIVED)):
             unknown.append(name)
