@@ -1,4 +1,4 @@
-"""At most so many starts per second, evenly spaced, over all tasks of one event loop."""
+"""Limits the starts per second, evenly spaced, over all tasks of one event loop."""
 
 from __future__ import annotations
 

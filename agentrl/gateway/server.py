@@ -65,7 +65,7 @@ ROUTES: dict[str, Route] = {
 
 
 class _leave_slow_client:  # noqa: N801  used as a statement: `with _leave_slow_client(request):`
-    """Ends the connection of a client that does not take its answer in time, so that no memory is held for it. One that has left is no error."""
+    """Disconnects a client that does not read its answer in time, which frees the answer's memory. A client that has already left is not an error."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self._request = request

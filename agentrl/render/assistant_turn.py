@@ -90,7 +90,7 @@ class TurnWriter:
         return WrittenTurn(tuple(self._tokenizer.encode_escaped(text + end, base)), bool(missing))
 
     def _shows_arguments(self, history: Sequence[Message], turn: Message, tools: Sequence[Any]) -> bool:
-        """Whether the template writes every text in the arguments, perhaps with escapes of its own: each gets a mark."""
+        """Whether the template writes every text in the arguments, escaped in any way: each gets a mark."""
         marks: list[str] = []
 
         def mark(text: str) -> str:

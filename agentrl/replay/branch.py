@@ -72,7 +72,7 @@ async def play_branch(runner: EpisodeRunner, spec: BranchSpec) -> Trajectory:
     if not (left or reached) and (
         played.status in (Status.FAILED, Status.ABORTED) or played.stop_reason is StopReason.EPISODE_TIMEOUT
     ):
-        return played  # of its own, as any episode
+        return played  # it failed as any episode may, not because it left the record
     difference = _difference(runner, spec, played, generator)
     if reached and not left and difference is None:
         return played

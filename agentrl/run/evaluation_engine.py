@@ -1,4 +1,4 @@
-"""The engine of evaluations, where they have one of their own (`--eval-engine`): it keeps its weights while training and rollouts go on."""
+"""The separate engine of evaluations (`--eval-engine`): it keeps its weights while training and rollouts continue."""
 
 from __future__ import annotations
 

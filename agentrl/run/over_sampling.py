@@ -17,7 +17,7 @@ class OverSampling:
         self.taken_tokens = self.taken_episodes = self.all_tokens = self.all_episodes = 0
 
     def add(self, taken: list[PlayedGroup], stopped: StoppedGroups, sampled_tokens: int) -> dict[str, float]:
-        """Count a rollout in which the engine sampled so many tokens; returns its metrics."""
+        """Count a rollout; returns its metrics. `sampled_tokens`: all tokens that the engine sampled in it."""
         attempts = [t for group in taken for t in (*group.attempts, *group.refused)]
         of_taken = sum(t.sampled_tokens for t in attempts)
         self.groups += len(taken) + stopped.groups

@@ -1,4 +1,4 @@
-"""Whether the chat template can say what an environment says."""
+"""Checks that the chat template can render an environment's prompts, tools and tool results."""
 
 from __future__ import annotations
 

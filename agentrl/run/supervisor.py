@@ -43,7 +43,7 @@ class Supervised:
 
     @classmethod
     def of_environment(cls) -> Supervised | None:
-        """The pipe that a supervisor handed to this process; None: there is no supervisor."""
+        """The pipe to the supervisor that started this process; None: there is no supervisor."""
         fd = os.environ.pop(_FD, None)
         return None if fd is None else cls(int(fd))
 
@@ -70,7 +70,7 @@ class _Child:
     def __init__(self, words: Sequence[str]) -> None:
         self._reports, theirs = os.pipe()
         os.set_blocking(self._reports, False)
-        # in a group of its own, Ctrl-C reaches it once and through the supervisor
+        # in a separate process group, so that Ctrl-C reaches it once, through the supervisor
         self.process = subprocess.Popen(words, pass_fds=[theirs], env={**os.environ, _FD: str(theirs)}, process_group=0)
         os.close(theirs)
 

@@ -25,7 +25,7 @@ class EvalSettings:
     NAME:input_key=COLUMN,label_key=COLUMN gives a set its own columns. With --prompt-data there is no default set; `agentrl eval` then
     evaluates on that data."""
     eval_engine: Annotated[tuple[str, ...], "separate|HOST:PORT"] = ()
-    """engine that plays evaluations, with weights of its own (default: the engine of the rollouts)
+    """separate engine for evaluations, which keeps its weights during training (default: the engine of the rollouts)
 
     `separate`: a second local engine. With --engine sglang, addresses of running servers. Evaluations then run beside rollouts, training and weight
     updates, at the version with which they began. Checkpoints wait for them."""

@@ -128,7 +128,7 @@ class ExpertRouter(TopKRouter):
             coefficient · E · Σ_i f_i P_i
             f_i: share of the tokens' choices that are expert i;  P_i: mean score of expert i, whose sum over i is 1
 
-        A rank adds the part of its own tokens to P_i.
+        Each rank contributes the part of P_i that comes from its tokens.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         valid = self.valid[:, None]

@@ -66,7 +66,7 @@ _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_al
 
 
 def experts(count: int) -> Tensors:
-    """The tensors of `count` experts, each with a gate, up and down matrix of its own."""
+    """The tensors of `count` experts, each with separate gate, up and down matrices."""
     kinds = {"gate": "expert_rows", "up": "expert_rows", "down": "expert_columns"}
     return {
         f"mlp.experts.{part}": (kind, *(f"mlp.experts.{i}.{part}_proj.weight" for i in range(count)))
