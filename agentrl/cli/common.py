@@ -118,15 +118,16 @@ def run_job(job: Coroutine[Any, Any, Any]) -> None:
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(job)
-    stopping: list[threading.Timer] = []
+    late = f"stopped without closing, which took more than {STOP_TIMEOUT_S:g} s; a tool or environment may ignore its cancellation"
+    deadline = threading.Timer(STOP_TIMEOUT_S, _end_now, [late])
+    deadline.daemon = True
+    signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        if stopping:
+        signals.append(number)  # first of all: the next signal may arrive within this handler
+        if len(signals) > 1:
             _end_now("stopped at the second signal, without closing")
-        late = f"stopped without closing, which took more than {STOP_TIMEOUT_S:g} s; a tool or environment may ignore its cancellation"
-        stopping.append(threading.Timer(STOP_TIMEOUT_S, _end_now, [late]))
-        stopping[0].daemon = True
-        stopping[0].start()
+        deadline.start()
         loop.call_soon_threadsafe(task.cancel)
 
     handled = []
@@ -136,13 +137,12 @@ def run_job(job: Coroutine[Any, Any, Any]) -> None:
     try:
         loop.run_until_complete(task)
     except asyncio.CancelledError:
-        if not stopping:
+        if not signals:
             raise
         raise KeyboardInterrupt from None
     finally:
         _cancel_leftovers(loop)
-        for timer in stopping:
-            timer.cancel()
+        deadline.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
         loop.close()
