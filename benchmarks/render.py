@@ -159,6 +159,7 @@ def accelerators(episodes: int) -> dict[str, tuple[float, float]]:
         "words from a cache": lambda: mock.patch.object(ours.tokenizer._content, "cache", None),
         "observations kept": lambda: mock.patch.object(DeltaTemplate, "pieces", DeltaTemplate.encode),
         "first prompts kept": lambda: mock.patch.object(ours, "_prompts", Memo(0)),
+        "text by the bytes of tokens": lambda: mock.patch.object(ours.tokenizer, "_token_bytes", None),
         "delta templates": lambda: mock.patch.object(DeltaTemplate, "pieces", no_pieces),
     }
     took: dict[tuple[str, bool], list[float]] = {}

@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from agentrl.errors import TemplateError
+from agentrl.render.accelerators.token_bytes import TokenBytes
 from agentrl.render.accelerators.word_cache import ContentEncoder, part_state
 
 _BASES = (0xF0000, 0x100000, 0xF8000, 0x108000)
@@ -58,6 +59,7 @@ class Tokenizer:
         """every added token, special or not"""
         self.controls = frozenset(name for name, (_, t) in tokens.items() if t.special)
         """the special ones"""
+        self._token_bytes = TokenBytes.build(backend)
         self._content = ContentEncoder(_without_added_tokens(backend))
         self._names = list(self.added)
         self._index = {name: i for i, name in enumerate(self._names)}
@@ -150,6 +152,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
+        return self.decode_plain(ids) if self._token_bytes is None else self._token_bytes.decode(ids)
+
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """The same as the tokenizer gives it."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 

@@ -1,6 +1,7 @@
 """Content cannot become an added token, and the word cache gives the ids of the tokenizer itself."""
 
 import json
+import random
 import unicodedata
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from agentrl.errors import TemplateError
 from agentrl.render import Tokenizer
+from agentrl.render.accelerators.token_bytes import TokenBytes
 from agentrl.render.accelerators.word_cache import ContentEncoder, WordCache
 
 TOKEN_TEXTS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|im_", "end|>", "<", "|>")
@@ -61,6 +63,34 @@ def test_the_cache_and_its_fallback_give_the_same_ids(text):
     ids = CONTENT.encode_plain(text)
     assert CACHE.encode(text) in (None, ids)
     assert CONTENT.encode(text) == ids == vocabulary(6000).encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
+def test_the_table_and_the_tokenizer_give_the_same_text(name):
+    """Also where the ids are not whole characters, include added tokens, or name no token."""
+    its = tokenizer(name)
+    size = its.backend.get_vocab_size()
+    draw = random.Random(0)
+    for _ in range(300):
+        ids = [draw.randrange(size + 3) for _ in range(draw.randrange(12))]
+        assert its.decode(ids) == its.decode_plain(ids), ids
+    assert its.decode(range(size)) == its.decode_plain(range(size))
+
+
+def test_an_added_token_that_is_not_in_letters_for_bytes_is_its_own_text():
+    backend = vocabulary(6000)
+    backend.add_tokens([AddedToken("<中>", normalized=False), AddedToken("é\u0143", normalized=False)])
+    its = Tokenizer(backend)
+    for text in ("a<中>b", "é\u0143"):
+        ids = its.encode(text)
+        assert its.decode(ids) == its.decode_plain(ids)
+
+
+def test_a_decoder_that_does_more_than_join_bytes_has_no_table():
+    assert TokenBytes.build(vocabulary(6000)) is not None
+    backend = vocabulary(6000)
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert TokenBytes.build(backend) is None
 
 
 def test_the_cache_over_the_whole_plane():

@@ -55,7 +55,7 @@ class WordCache:
 
     def __init__(self, plain: tokenizers.Tokenizer, pattern: Any) -> None:
         self._tokenize = plain.model.tokenize
-        self._letters = _byte_letters()
+        self._letters = byte_letters()
         self._find_words = pattern.findall
         self._normalize = plain.normalizer.normalize_str if plain.normalizer is not None else None
         self._split = plain.pre_tokenizer.pre_tokenize_str
@@ -123,7 +123,7 @@ def part_state(part: Any) -> dict[str, Any]:
     return state
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """GPT-2's letter for each byte."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + i) for i in range(256))
