@@ -2,13 +2,19 @@
 
     from agentrl import Env, StepResult, Tool, ToolEnv, reward, tool
 
+Runs are started on the command line, or from Python:
+
+    from agentrl import Settings, run_training
+
 Importing agentrl does not import torch.
 """
 
+from agentrl.config.flat_settings import Settings
 from agentrl.core.infra_errors import register_infra_error
 from agentrl.env import Env, ToolEnv, register_env
 from agentrl.errors import AgentRLError, InfraError
 from agentrl.reward import Reward, reward
+from agentrl.run.api import run_evaluation, run_rollouts, run_sft, run_training
 from agentrl.tool import Tool, ToolLimits, ToolSpec, spec_of, tool
 from agentrl.train.sample import Sample
 from agentrl.types import Action, Observation, StepResult, Task, Trajectory
@@ -23,6 +29,7 @@ __all__ = [
     "Observation",
     "Reward",
     "Sample",
+    "Settings",
     "StepResult",
     "Task",
     "Tool",
@@ -33,6 +40,10 @@ __all__ = [
     "register_env",
     "register_infra_error",
     "reward",
+    "run_evaluation",
+    "run_rollouts",
+    "run_sft",
+    "run_training",
     "spec_of",
     "tool",
 ]

@@ -7,14 +7,13 @@ import asyncio
 import functools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from agentrl.cli.flags import add_flags
-from agentrl.core.terminal_text import printable
+from agentrl.core.terminal_text import print_now as print_now
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.mixed_runner import MixedRunner
@@ -88,16 +87,6 @@ def require_no_more(rest: Sequence[str]) -> None:
     """
     if rest:
         raise ConfigError(f"unexpected {rest[0]!r}")
-
-
-def print_now(text: object, file: TextIO | None = None) -> None:
-    """Print without buffering, also into a pipe. Control characters are made visible: the text may come from a policy or a server.
-
-    Characters that the terminal's encoding lacks are printed as escapes.
-    """
-    file = file or sys.stdout
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    print(printable(text).encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
 
 
 STOP_TIMEOUT_S = 120.0

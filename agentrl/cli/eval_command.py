@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from agentrl.cli.common import Commands, print_now, run_job
-from agentrl.cli.resolve import resolve_played
+from agentrl.cli.flags import read_given
+from agentrl.run.resolve import resolve_played
 
 
 def add_parser(commands: Commands) -> None:
@@ -15,5 +16,5 @@ def add_parser(commands: Commands) -> None:
 def run_eval(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.run.evaluation import evaluate_only
 
-    run_job(evaluate_only(resolve_played(args, rest, scored=True, evaluates=True), echo=print_now))
+    run_job(evaluate_only(resolve_played(read_given(args, rest), scored=True, evaluates=True), echo=print_now))
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -13,13 +12,11 @@ from pydantic.fields import FieldInfo
 from agentrl.cli.flag_advice import flag_tables
 from agentrl.cli.foreign_flags import parse_value, read_megatron, split_sglang
 from agentrl.config import FIELDS, SECTIONS, Layer
-from agentrl.config.describe import choices, plain_type
+from agentrl.config.describe import choices, default_text, flag_names, plain_type, setting
 from agentrl.config.load import value_problems
 from agentrl.config.settings import field_infos
 from agentrl.errors import ConfigError
-
-ALIASES = {"model": "hf_checkpoint"}
-"""Further names of flags, and the settings they set."""
+from agentrl.run.resolve import Given
 
 BASIC = frozenset(
     "hf_checkpoint env env_args reward prompt_data num_rollout rollout_batch_size n_samples_per_prompt max_turns "
@@ -58,18 +55,6 @@ def add_flags(parser: argparse.ArgumentParser, names: Container[str] = FIELDS, *
             group.add_argument(*flag_names(name), **options)
 
 
-def flag_names(name: str) -> list[str]:
-    """The flags of a setting. The flag of a table takes one entry of it, so it is named in the singular."""
-    is_table = plain_type(setting(name).annotation) is dict
-    aliases = [alias for alias, target in ALIASES.items() if target == name]
-    return ["--" + n.replace("_", "-") for n in [name.removesuffix("s") if is_table else name, *aliases]]
-
-
-def setting(name: str) -> FieldInfo:
-    """Type, bounds, default and help text of a setting."""
-    return field_infos(SECTIONS[FIELDS[name]])[name]
-
-
 def metavar(info: FieldInfo) -> str | tuple[str, ...]:
     """What stands for the value in the help: N, F, PATH, {k1,k2,k3}."""
     if allowed := choices(info.annotation):
@@ -83,14 +68,6 @@ def summary(info: FieldInfo) -> str:
     """The first paragraph of the help text, with the default."""
     text = (info.description or "").split("\n\n")[0]
     return text if "(default: " in text else f"{text} (default: {default_text(info)})"
-
-
-def default_text(info: FieldInfo) -> str:
-    """The default as one would write it; in words where the help text explains it."""
-    explained = re.search(r"\(default: (.*)\)", (info.description or "").split("\n\n")[0])
-    if explained:
-        return explained[1]
-    return str(info.default).lower() if isinstance(info.default, bool) else str(info.default)
 
 
 def complete_switches(words: Sequence[str]) -> list[str]:
@@ -136,6 +113,11 @@ def read_flags(namespace: argparse.Namespace, rest: Sequence[str]) -> Layer:
     if problems:
         raise ConfigError.of_all(problems)
     return layer
+
+
+def read_given(args: argparse.Namespace, rest: Sequence[str]) -> Given:
+    """What a command is given: its flags, and the file of --config."""
+    return Given(command=args.command, flags=read_flags(args, rest), config=args.config)
 
 
 def _pair(name: str, item: str) -> tuple[str, Any]:

@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 from agentrl.cli.common import Commands, print_note, print_now, runner_of
-from agentrl.cli.resolve import resolve_recorded
+from agentrl.cli.flags import read_given
 from agentrl.errors import ConfigError
 from agentrl.replay.fork import Branch, fork, table
 from agentrl.run.components import Components
 from agentrl.run.recorded_ids import RecordedIds
+from agentrl.run.resolve import resolve_recorded
 from agentrl.store import EpisodeWriter, Recording, from_record
 from agentrl.types import Trajectory
 
@@ -42,7 +43,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
     entry = recording.entry(args.episode)
     original = from_record(recording.record(entry), recording.images)
-    components = Components(resolve_recorded(args, rest), trains=False)
+    components = Components(resolve_recorded(read_given(args, rest), args.recorded), trains=False)
     RecordedIds(components, args.recorded).check(original)
     seeds = range(args.branch_seed, args.branch_seed + args.branches)
     if entry.version:

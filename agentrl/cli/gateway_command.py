@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from agentrl.cli.common import Commands, print_now, run_job
-from agentrl.cli.resolve import resolve_open_gateway
+from agentrl.cli.flags import read_given
+from agentrl.run.resolve import resolve_open_gateway
 
 
 def add_parser(commands: Commands) -> None:
@@ -16,5 +17,5 @@ def add_parser(commands: Commands) -> None:
 def run_gateway(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.run.gateway import serve_gateway
 
-    run_job(serve_gateway(resolve_open_gateway(args, rest), echo=print_now))
+    run_job(serve_gateway(resolve_open_gateway(read_given(args, rest)), echo=print_now))
     return 0

@@ -6,10 +6,10 @@ import textwrap
 
 from agentrl.cli.common import Commands, print_now, require_no_more
 from agentrl.cli.flag_advice import advice, flag_tables, our_name, why_without_effect
-from agentrl.cli.flags import default_text, flag_names, metavar, setting
+from agentrl.cli.flags import metavar
 from agentrl.cli.foreign_flags import not_a_flag
 from agentrl.config import FIELDS
-from agentrl.config.describe import describe_bounds, describe_type
+from agentrl.config.describe import default_text, describe_bounds, describe_type, flag_names, setting
 from agentrl.errors import ConfigError, suggest
 
 

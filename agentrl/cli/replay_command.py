@@ -12,12 +12,13 @@ from pathlib import Path
 import orjson
 
 from agentrl.cli.common import Commands, chosen_entries, print_note, print_now, runner_of
-from agentrl.cli.resolve import resolve_recorded
+from agentrl.cli.flags import read_given
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import ReplayJob, replay_entries
 from agentrl.replay.playback import EveryTool
 from agentrl.replay.replayer import Tally
 from agentrl.run.components import Components
+from agentrl.run.resolve import resolve_recorded
 from agentrl.store import Recording
 from agentrl.store.json_lines import read_json_lines
 
@@ -56,7 +57,7 @@ def _check_writable(file: Path) -> None:
 def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
     entries = chosen_entries(recording, args.episodes)
-    components = Components(resolve_recorded(args, rest), trains=False)
+    components = Components(resolve_recorded(read_given(args, rest), args.recorded), trains=False)
     if args.out is not None:
         _check_writable(args.out)
     live = () if args.recorded_tools else None if args.live_tools is None else args.live_tools or EveryTool()

@@ -10,13 +10,14 @@ from typing import Any
 import orjson
 
 from agentrl.cli.common import Commands, print_note, print_now
-from agentrl.cli.resolve import resolve_recorded
+from agentrl.cli.flags import read_given
 from agentrl.core.name_syntax import split_envs
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
 from agentrl.replay.parallel_replay import groups_of
 from agentrl.replay.rescore import Change, Rescored, rescore_group
 from agentrl.reward import Scorer, resolve_rewards
+from agentrl.run.resolve import resolve_recorded
 from agentrl.store import EpisodeWriter, Recording, extra_fields, from_record
 
 RESULT = "rescore.json"
@@ -33,7 +34,7 @@ def add_parser(commands: Commands) -> None:
 
 def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
-    config = resolve_recorded(args, rest)
+    config = resolve_recorded(read_given(args, rest), args.recorded)
     if len(split_envs(config.env.env or "")) > 1 and not config.env.reward:
         raise ConfigError(
             "the run has several environments, each with its rewards; give the rewards to score with by --reward"

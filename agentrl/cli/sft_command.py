@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from agentrl.cli.common import Commands, print_now, run_job
-from agentrl.cli.resolve import resolve_trained
+from agentrl.cli.flags import read_given
+from agentrl.run.resolve import resolve_trained
 
 
 def add_parser(commands: Commands) -> None:
@@ -21,5 +22,5 @@ def add_parser(commands: Commands) -> None:
 def run_sft(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.run.sft import sft
 
-    run_job(sft(resolve_trained(args, rest, args.episodes), args.episodes, echo=print_now))
+    run_job(sft(resolve_trained(read_given(args, rest), args.episodes), args.episodes, echo=print_now))
     return 0

@@ -9,18 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from agentrl.cli.common import Commands, print_now, run_job
-from agentrl.cli.flags import flag_names, read_flags
-from agentrl.cli.resolve import resolve_played, resolve_trained
-from agentrl.config import FIELDS, Config, Layer, build_config, read_toml
-from agentrl.config.paths import anchor
+from agentrl.cli.flags import read_given
+from agentrl.config import Config
 from agentrl.errors import ConfigError
-from agentrl.run.model_folder import embedded
+from agentrl.run.resolve import resolve_played, resolve_resumed, resolve_trained
 from agentrl.run.supervisor import Supervised, supervise
-
-_RESUMABLE = {
-    "num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level", "use_fault_tolerance", "trainer_timeout_s"
-}  # fmt: skip
-"""Settings that may change when a run continues."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -57,15 +50,17 @@ def run_train(args: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("--debug-train-only trains on recorded episodes; give --load-debug-rollout-data RUN")
     _require_one(args)
     if args.train_only:
-        run_job(train_only(resolve_trained(args, rest, [args.train_only]), args.train_only, echo=print_now))
+        run_job(train_only(resolve_trained(read_given(args, rest), [args.train_only]), args.train_only, echo=print_now))
         return 0
     if args.debug_rollout_only:
-        run_job(rollout_only(resolve_played(args, rest, scored=False), echo=print_now))
+        run_job(rollout_only(resolve_played(read_given(args, rest), scored=False), echo=print_now))
         return 0
     supervised = Supervised.of_environment()
     with supervised.reporting_final_errors() if supervised else nullcontext():
         run = args.resume or _loaded(args)
-        config = _resumed(args, rest, run) if run else resolve_played(args, rest, scored=True)
+        given = read_given(args, rest)
+        how = "--resume" if args.resume else "--load"
+        config = resolve_resumed(given, run, how=how) if run else resolve_played(given, scored=True)
         if config.run.use_fault_tolerance and supervised is None:
             return _supervise(args.words, config)
         on_folder = supervised.report_folder if supervised else None
@@ -125,29 +120,3 @@ def _loaded(args: argparse.Namespace) -> Path | None:
             f"--load {folder} does not hold a run of agentrl; to start from the weights of a model give --hf-checkpoint DIR"
         )
     return folder
-
-
-def _resumed(args: argparse.Namespace, rest: list[str], run: Path) -> Config:
-    """The run's own settings, with the few that may change. Flags that repeat its settings are accepted."""
-    from agentrl.store.checkpoints import require_run
-
-    flags = (read_toml(args.config) if args.config else {}) | read_flags(args, rest)
-    flags.pop("run", None)
-    recorded = read_toml(require_run(run) / "config.toml")
-    config = anchor(build_config(flags, base=recorded), embedded=embedded())
-    changed = sorted(name for name in _changed(config, build_config(base=recorded), flags) if name not in _RESUMABLE)
-    if changed:
-        flag = flag_names(changed[0])[0] if changed[0] in FIELDS else f"flags of [{changed[0]}]"
-        raise ConfigError(
-            f"{'--resume' if args.resume else '--load'} continues with the run's own settings; leave out {flag}, or start a new run"
-        )
-    return config
-
-
-def _changed(config: Config, recorded: Config, flags: Layer) -> list[str]:
-    """The settings among `flags` that differ from those of the run."""
-
-    def value(of: Config, name: str) -> object:
-        return getattr(getattr(of, FIELDS[name]), name) if name in FIELDS else getattr(of, name)
-
-    return [name for name in flags if value(config, name) != value(recorded, name)]

@@ -1,14 +1,40 @@
-"""The type and the bounds of a setting in words, for error messages and help."""
+"""A setting in words, for error messages and help: its flag, type, bounds and default."""
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
+from agentrl.config.settings import FIELDS, SECTIONS, field_infos
+
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _TYPES = {int: "an integer", float: "a number", str: "text", bool: "true or false", dict: "a table", tuple: "a list"}
+
+ALIASES = {"model": "hf_checkpoint"}
+"""Further names of flags, and the settings they set."""
+
+
+def flag_names(name: str) -> list[str]:
+    """The flags of a setting. The flag of a table takes one entry of it, so it is named in the singular."""
+    is_table = plain_type(setting(name).annotation) is dict
+    aliases = [alias for alias, target in ALIASES.items() if target == name]
+    return ["--" + n.replace("_", "-") for n in [name.removesuffix("s") if is_table else name, *aliases]]
+
+
+def setting(name: str) -> FieldInfo:
+    """Type, bounds, default and help text of a setting."""
+    return field_infos(SECTIONS[FIELDS[name]])[name]
+
+
+def default_text(info: FieldInfo) -> str:
+    """The default as one would write it; in words where the help text explains it."""
+    explained = re.search(r"\(default: (.*)\)", (info.description or "").split("\n\n")[0])
+    if explained:
+        return explained[1]
+    return str(info.default).lower() if isinstance(info.default, bool) else str(info.default)
 
 
 def describe_type(annotation: Any) -> str:

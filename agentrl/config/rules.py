@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 from agentrl.config.settings import ESTIMATOR_NAMES, FIELDS, Config, ScheduleSettings, TrainSettings, field_infos
+from agentrl.core.registry import was_object
 from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
@@ -31,9 +32,19 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     _check_schedule(config)
     _check_eval_data(config.eval.eval_prompt_data)
     _check_eval_engine(config)
+    _check_objects(config)
     unread = [f"{_flag(name)} has no effect {what}" for name, what in _without_effect(config) if name in given]
     if unread:
         raise ConfigError.of_all(unread)
+
+
+def _check_objects(config: Config) -> None:
+    """Refuse objects of this program where other processes need them."""
+    objects = filter(was_object, (config.env.env or "", *config.env.reward))
+    if config.rollout.runner_processes > 1 and (name := next(objects, None)):
+        raise ConfigError(
+            f"--runner-processes needs objects that other processes can import, and {name} is not; define it in a file, or leave the flag out"
+        )
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:

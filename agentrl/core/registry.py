@@ -28,6 +28,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 USER_MODULE = "agentrl_user_"
 """how the names of modules begin that were imported by path"""
+GIVEN = "python-object:"
+"""how the names of objects begin that a Python program gave and that no module has, such as a class defined in a notebook"""
 
 
 class Registry:
@@ -50,9 +52,20 @@ class Registry:
 
         return add
 
+    def give(self, obj: Any, label: str) -> str:
+        """Return a name for an object: that by which any process can import it, or `python-object:LABEL`, which only this one knows."""
+        name = importable_name(obj) or f"{GIVEN}{label}"
+        self._known[name] = obj
+        return name
+
     def names(self) -> list[str]:
         """Return all registered names, including entry points."""
-        return sorted({*self._known, *(e.name for e in entry_points(group=f"agentrl.{self.kind}s"))})
+        return sorted(
+            {
+                *(n for n in self._known if not was_object(n)),
+                *(e.name for e in entry_points(group=f"agentrl.{self.kind}s")),
+            }
+        )
 
     def resolve(self, name: str) -> Any:
         """Return the object with a name.
@@ -67,6 +80,12 @@ class Registry:
         for entry in entry_points(group=f"agentrl.{self.kind}s"):
             if entry.name == name:
                 return self._load(entry)
+        if was_object(name):
+            label = name.removeprefix(GIVEN)
+            raise ConfigError(
+                f"{self.kind} {name!r} was given as a Python object that no file or module has; save it in a file and give "
+                f"--{self.kind} FILE.py:{label}, or give the object again in Python: agentrl.Settings({self.kind}={label})"
+            )
         if ":" in name or name.endswith(".py"):
             return self._import(name, name)
         raise UnknownNameError.of(self.kind, name, self.names())
@@ -104,6 +123,43 @@ class Registry:
         return getattr(module, attribute)
 
 
+def was_object(name: str) -> bool:
+    """Whether a name stands for an object that only the program that gave it has."""
+    return name.startswith(GIVEN)
+
+
+def importable_name(obj: Any) -> str | None:
+    """Return the name by which another process can import a class, a function or a reward: `file.py:Object` or `package.module:Object`.
+
+    None: it is defined inside a function, in a notebook or on the command line of Python.
+    """
+    defined = obj if hasattr(obj, "__qualname__") else getattr(obj, "fn", obj)
+    module = sys.modules.get(getattr(defined, "__module__", None) or "")
+    attribute = getattr(defined, "__qualname__", "")
+    if module is None or not attribute.isidentifier() or getattr(module, attribute, None) is not obj:
+        return None
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if spec is not None and "." in spec.name:
+        return f"{spec.name}:{attribute}"
+    return f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
+
+
+_being_imported: list[Path] = []
+"""files that `load_file` is importing"""
+
+
+def require_not_importing() -> None:
+    """Refuse to start a job from a file that is imported for the names in it.
+
+    Raises:
+        ConfigError: a file is being imported.
+    """
+    if _being_imported:
+        raise ConfigError(
+            f'{_being_imported[-1]} starts a run when it is imported; put that under `if __name__ == "__main__":`'
+        )
+
+
 def load_file(path: Path) -> ModuleType:
     """Import a Python file by path. It is imported once per process, so that its classes keep one identity."""
     path = path.resolve()
@@ -118,7 +174,11 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     with _folder_first(path.parent):
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        _being_imported.append(path)
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            _being_imported.remove(path)
     return module
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from typing import TextIO
 
 from agentrl.core.redaction import redact
 
@@ -13,3 +15,13 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 def printable(text: object) -> str:
     r"""Return a text in which control characters are visible, as escapes: ESC becomes \x1b. Credentials are masked."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], redact(str(text), environment=True))
+
+
+def print_now(text: object, file: TextIO | None = None) -> None:
+    """Print without buffering, also into a pipe. Control characters are made visible: the text may come from a policy or a server.
+
+    Characters that the terminal's encoding lacks are printed as escapes.
+    """
+    file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    print(printable(text).encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)

@@ -6,10 +6,11 @@ import pytest
 from doubles import FakeEngine
 from tiny_model import QWEN3, TEMPLATE
 
+from agentrl.cli.flags import read_given
 from agentrl.cli.main import main, make_parser
-from agentrl.cli.resolve import resolve
 from agentrl.errors import ConfigError
 from agentrl.run.components import Components
+from agentrl.run.resolve import resolve
 
 EXAMPLE = ("--env", "search_r1")
 
@@ -169,7 +170,9 @@ def test_an_environment_with_endless_tasks(here, model, capsys, monkeypatch):
     words = ["--env", "env.py", "--model", str(model)]
     err = refused(capsys, "train", *words)
     assert "E.tasks('train') yields more than 1000 tasks and may be infinite; set --data-limit N for training" in err
-    components = Components(resolve(*make_parser()[0].parse_known_args(["train", *words, "--data-limit", "2000"])))
+    components = Components(
+        resolve(read_given(*make_parser()[0].parse_known_args(["train", *words, "--data-limit", "2000"])))
+    )
     assert (len(components.tasks.training()), len(components.tasks.evaluation()["test"])) == (2000, 200)
 
 
@@ -307,7 +310,7 @@ def test_an_interrupt_before_there_is_a_run_folder_does_not_suggest_resume(here,
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("agentrl.cli.resolve._given", interrupt)
+    monkeypatch.setattr("agentrl.cli.flags.read_flags", interrupt)
     assert main(command.split()) == 130
     output = capsys.readouterr()
     assert output.err.endswith(": interrupted\n")

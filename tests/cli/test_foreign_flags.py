@@ -6,10 +6,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice, why_without_effect
-from agentrl.cli.flags import flag_names, read_flags
+from agentrl.cli.flags import read_flags
 from agentrl.cli.foreign_flags import own_names
 from agentrl.cli.main import main, make_parser
 from agentrl.config import FIELDS, build_config
+from agentrl.config.describe import flag_names
 from agentrl.errors import ConfigError
 from agentrl.reward import REWARDS
 from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settable

@@ -9,11 +9,11 @@ import pytest
 
 from agentrl.cli.common import Commands
 from agentrl.cli.flag_advice import flag_tables
-from agentrl.cli.flags import BASIC, default_text, flag_names, metavar, setting, summary
+from agentrl.cli.flags import BASIC, metavar, summary
 from agentrl.cli.help_command import explain
 from agentrl.cli.main import main, make_parser
 from agentrl.config import FIELDS, SECTIONS
-from agentrl.config.describe import choices, plain_type
+from agentrl.config.describe import choices, default_text, flag_names, plain_type, setting
 
 WITH_SETTINGS = ("train", "rollout", "eval", "sft", "replay", "rescore", "fork")
 

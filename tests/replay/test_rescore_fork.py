@@ -254,8 +254,8 @@ def log_probs(t):
 async def test_on_the_local_engine_every_fork_with_the_same_seed_is_the_original_again():
     """A live engine, real weights: the seed law makes a recorded episode reproducible from any of its turns."""
     from agentrl.cli.common import runner_of
-    from agentrl.cli.resolve import env_defaults
     from agentrl.run.components import Components
+    from agentrl.run.resolve import env_defaults
     from agentrl.types import EpisodeSpec
 
     components = Components(build_config(env_defaults("search_r1"), {"env": "search_r1", "threads": 1}))

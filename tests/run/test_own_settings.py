@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from replays import NoteTrainer
 
-from agentrl.cli.flags import flag_names
+from agentrl.cli.flags import read_given
 from agentrl.cli.main import main, make_parser
-from agentrl.cli.resolve import resolve, resolve_trained
 from agentrl.config import FIELDS, SECTIONS, Config, build_config, read_toml
+from agentrl.config.describe import flag_names
 from agentrl.config.settings import field_infos
 from agentrl.core.program_name import command
 from agentrl.errors import ConfigError
+from agentrl.run.resolve import resolve, resolve_trained
 from agentrl.store import read_episodes
 from agentrl.store.run_folder import recorded_config, settings_fingerprint
 
@@ -67,8 +68,14 @@ def settings(run, *left_out):
     return {name: value for name, value in layer.items() if name not in ("run", *left_out)}
 
 
-def layer_of(*words):
-    return make_parser()[0].parse_known_args(list(map(str, words)))
+def given_by(*words):
+    return read_given(*make_parser()[0].parse_known_args(list(map(str, words))))
+
+
+def trained_from(*words):
+    """What `agentrl sft` is given, and its sources."""
+    args, rest = make_parser()[0].parse_known_args(list(map(str, words)))
+    return read_given(args, rest), args.episodes
 
 
 @pytest.mark.parametrize("command", ["train --train-only R", "sft R"])
@@ -172,12 +179,12 @@ def test_a_flag_that_sft_does_not_read_is_refused(name):
     default = field_infos(SECTIONS[FIELDS[name]])[name].default
     value = FLAGS_OF_SFT.get(name) or values.get(name) or ("1" if default is None else str(default).lower())
     words = [] if default == () and name not in values else value.split()
-    args, rest = layer_of("sft", "chat.jsonl", "--model", "m", flag_names(name)[0], *words or ["h:1"])
+    given, sources = trained_from("sft", "chat.jsonl", "--model", "m", flag_names(name)[0], *words or ["h:1"])
     if name in FLAGS_OF_SFT:
-        resolve_trained(args, rest, args.episodes)
+        resolve_trained(given, sources)
     else:
         with pytest.raises(ConfigError, match=f"^{flag_names(name)[0]} (has no effect|needs)"):
-            resolve_trained(args, rest, args.episodes)
+            resolve_trained(given, sources)
 
 
 def test_runs_with_different_models_are_not_mixed_silently(recorded, tmp_path):
@@ -186,18 +193,20 @@ def test_runs_with_different_models_are_not_mixed_silently(recorded, tmp_path):
     (other / "config.toml").write_text(
         '[model]\nhf_checkpoint = "elsewhere"\n[env]\nenv = "toy.py"\n[train]\nlr = 1.0\n'
     )
-    args, rest = layer_of("sft", recorded, other, "--env", "toy.py", "--action-format", "hermes")
+    given, sources = trained_from("sft", recorded, other, "--env", "toy.py", "--action-format", "hermes")
     with pytest.raises(ConfigError, match=r"different settings of --hf-checkpoint: .* and 'elsewhere'; give the one"):
-        resolve_trained(args, rest, args.episodes)
-    args, rest = layer_of("sft", recorded, other, "--env", "toy.py", "--action-format", "hermes", "--model", "m")
-    assert resolve_trained(args, rest, args.episodes).model.hf_checkpoint == "m"
+        resolve_trained(given, sources)
+    given, sources = trained_from(
+        "sft", recorded, other, "--env", "toy.py", "--action-format", "hermes", "--model", "m"
+    )
+    assert resolve_trained(given, sources).model.hf_checkpoint == "m"
 
 
 def test_a_config_that_no_run_wrote_is_not_taken(tmp_path):
     (tmp_path / "demos/part0").mkdir(parents=True)
     (tmp_path / "config.toml").write_text('[model]\nhf_checkpoint = "elsewhere"\n')
-    args, rest = layer_of("sft", tmp_path / "demos/part0", "--model", "m")
-    assert resolve_trained(args, rest, args.episodes).model.hf_checkpoint == "m"
+    given, sources = trained_from("sft", tmp_path / "demos/part0", "--model", "m")
+    assert resolve_trained(given, sources).model.hf_checkpoint == "m"
     assert recorded_config(tmp_path / "demos/part0") is None
     (tmp_path / "episodes").mkdir()
     assert recorded_config(tmp_path / "episodes/000000.jsonl.zst") == tmp_path / "config.toml"
@@ -255,8 +264,8 @@ def test_no_default_is_the_examples():
     "words", ["--env search_r1", f"--config {Path(__file__).parents[2]}/examples/search_r1/config.toml"]
 )
 def test_the_example_keeps_its_settings(command, words, monkeypatch):
-    monkeypatch.setattr("agentrl.cli.resolve.gpus", list)
-    config = resolve(*layer_of(command, *words.split()))
+    monkeypatch.setattr("agentrl.run.resolve.gpus", list)
+    config = resolve(given_by(command, *words.split()))
     assert settings_fingerprint(config) == "370994ef00df4568"
     assert config.model.hf_checkpoint == "search_r1_3m"
 

@@ -14,14 +14,15 @@ from aiohttp import web
 from doubles import OBSERVATION, trajectory
 from retrieval_server import Server
 
+from agentrl.cli.flags import read_given
 from agentrl.cli.main import main, make_parser
-from agentrl.cli.resolve import resolve
 from agentrl.core.program_name import command
 from agentrl.core.registry import load_file
 from agentrl.errors import WorkerError
 from agentrl.render import Tokenizer
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.run.components import Components
+from agentrl.run.resolve import resolve
 from agentrl.run.training import TrainingRun
 from agentrl.store import EpisodeWriter, Recording, read_episodes
 from agentrl.store.run_folder import recorded_config
@@ -101,7 +102,7 @@ def test_the_examples_command_for_your_data_evaluates(model, says, server, tmp_p
     words += ["--env-arg", f"url={server.url}"]
     says(["<search> Seine </search>", "<answer>Paris</answer>"])
     if command == "train":
-        sets = Components(resolve(*make_parser()[0].parse_known_args(["train", *words]))).tasks.evaluation()
+        sets = Components(resolve(read_given(*make_parser()[0].parse_known_args(["train", *words])))).tasks.evaluation()
         assert {name: [t.id for t in tasks] for name, tasks in sets.items()} == {"test": ["dev_7", "train_0"]}
         return
     assert main(["eval", *words, "--run", "run"]) == 0
