@@ -1,10 +1,10 @@
 """The local engine: bits and log-probs, sessions, weights, failures."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
+import torch
 from engine_contract import LONG, params
 from local_models import KINDS, build, decode, full_log_probs, local, manifest_of
 
@@ -292,6 +292,10 @@ class TestLocalWeights:
             engine, manifest_of(build(tmp_path, seed=1, num_hidden_layers=3)), "not a tensor of this model"
         )
 
+    async def test_weights_that_are_not_finite(self, engine, tmp_path, others):
+        altered(others, tmp_path, "model.norm.weight", 3)
+        await self.refused(engine, manifest_of(tmp_path), "model.norm.weight: holds values that are not finite")
+
     async def test_no_file_and_a_file_cut_short(self, engine, tmp_path, others):
         await self.refused(engine, WeightsManifest(tmp_path, ""), "cannot be read")
         file = others / "model.safetensors"
@@ -329,16 +333,29 @@ class TestLocalFaults:
         with pytest.raises(EngineFailure, match="could be loaded"):
             await local(tmp_path)
 
-    async def test_logits_that_are_not_finite(self, tmp_path, models):
-        from safetensors.torch import load_file, save_file
+    async def test_a_model_whose_weights_are_not_finite(self, tmp_path, models):
+        altered(models["qwen3"], tmp_path, "model.norm.weight", 3)
+        with pytest.raises(EngineFailure, match=r"1 tensors hold values that are not finite: model\.norm\.weight"):
+            await local(tmp_path)
 
-        tensors = load_file(models["qwen3"] / "model.safetensors")
-        tensors["model.norm.weight"][:] = float("nan")
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        (tmp_path / "config.json").write_text(json.dumps(json.loads((models["qwen3"] / "config.json").read_text())))
-        engine = await local(tmp_path)
-        with pytest.raises(EngineFailure, match="not finite"):
-            await engine.generate([5], params(), session="a")
+    async def test_logits_that_are_not_finite_reach_no_other_session(self, models):
+        engine = await local(models["qwen3"])
+        context = list(range(5, 55))
+        expected = await engine.generate(context, params(), session="a")
+        pool = engine._scheduler.pool
+        assert engine._scheduler._sessions["a"].blocks == [1]
+        with torch.inference_mode():
+            for keys, values in pool._layers.values():
+                keys[1], values[1] = float("nan"), float("nan")
+        with pytest.raises(EngineFailure, match=r"not finite \(log-prob nan\); all weights are finite"):
+            await engine.generate([*context, *expected.ids, 7], params(), session="a")
+        await engine.release("a")
+        again = await engine.generate(context, params(), session="b")
+        assert engine._scheduler._sessions["b"].blocks == [1], "the same block"
+        assert (again.ids, again.log_probs) == (expected.ids, expected.log_probs)
+        engine._scheduler.model.model.model.norm.weight.fill_(float("nan"))
+        with pytest.raises(EngineFailure, match=r"weights that are not finite: model\.norm\.weight"):
+            await engine.generate(context, params(), session="c")
         await engine.close()
 
     async def test_not_started(self, models):
@@ -348,3 +365,13 @@ class TestLocalFaults:
         with pytest.raises(EngineFailure, match="start"):
             await engine.generate([5], params(), session="a")
         await engine.close()
+
+
+def altered(model: Path, target: Path, name: str, index: int) -> None:
+    """A copy of a model in which one number of one tensor is not finite."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors[name][index] = float("nan")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((model / "config.json").read_bytes())

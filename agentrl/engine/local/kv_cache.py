@@ -60,6 +60,12 @@ class BlockPool:
         for block in blocks:
             heapq.heappush(self._free, block)
 
+    @torch.inference_mode()
+    def erase(self, blocks: Sequence[int]) -> None:
+        """Set blocks to zero."""
+        for keys, values in self._layers.values():
+            keys[blocks], values[blocks] = 0, 0
+
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, with memory for all blocks. `key` and `value` `[1, kv_heads, tokens, head_dim]` give the shapes."""
         cached = self._layers.get(index)

@@ -60,6 +60,8 @@ class LocalModel:
             if wrong := sorted([*loading["missing_keys"], *(k[0] for k in loading["mismatched_keys"])]):
                 raise ValueError(f"{len(wrong)} tensors are missing or have another shape: {', '.join(wrong[:3])} …")
             self.model = model.to(device).eval()
+            if wrong := _not_finite(dict(self.model.named_parameters())):
+                raise ValueError(f"{len(wrong)} tensors hold values that are not finite: {', '.join(wrong[:3])}")
         except (OSError, ValueError, KeyError) as e:
             raise EngineFailure(
                 f"no causal language model could be loaded from {folder}: {e}", "model not loaded"
@@ -101,6 +103,11 @@ class LocalModel:
         ).logits
         return logits[0] if logits_at else None
 
+    @torch.inference_mode()
+    def not_finite(self) -> list[str]:
+        """The names of the parameters and buffers that hold a value that is not finite."""
+        return _not_finite(dict([*self.model.named_parameters(), *self.model.named_buffers()]))
+
     def move(self, device: torch.device) -> None:
         """Move the weights."""
         self.model.to(device)
@@ -110,7 +117,7 @@ class LocalModel:
         """Replace all weights by those of a folder, or none.
 
         Raises:
-            EngineFailure: unreadable, another fingerprint, or names or shapes that are not this model's.
+            EngineFailure: unreadable, another fingerprint, values that are not finite, or names or shapes that are not this model's.
         """
         try:
             check_fingerprint(weights)
@@ -127,6 +134,7 @@ class LocalModel:
             EngineFailure: names or shapes differ.
         """
         own = _separate_experts(self.model.state_dict())
+        unusable = [f"{name}: holds values that are not finite" for name in _not_finite(new)]
         tied: dict[tuple[int, tuple[int, ...]], list[str]] = defaultdict(list)
         for name, tensor in own.items():
             tied[tensor.data_ptr(), tuple(tensor.shape)].append(name)
@@ -143,8 +151,14 @@ class LocalModel:
             elif not all(torch.equal(source, new[name]) for name in given[1:]):
                 faults.append(f"{' and '.join(given)}: this model ties them, their values differ")
             pairs.append((target, source))
-        refuse_weights(path, faults)
+        refuse_weights(path, faults + unusable)
         return pairs
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of tensors with a value that is not finite: such a value shows in the smallest or the largest."""
+    numbers = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    return [name for name, t in numbers.items() if not torch.stack(torch.aminmax(t)).isfinite().all()]
 
 
 def _separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

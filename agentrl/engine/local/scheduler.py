@@ -229,10 +229,7 @@ class Scheduler:
         """Add a sampled token to its request, and finish the request if it is complete."""
         request = session.active
         if not -1e30 < log_prob <= 1e-3:
-            request.on_finish(
-                EngineFailure(f"the model's logits are not finite (log-prob {log_prob})", "logits not finite")
-            )
-            self._finish(session)
+            self._fail(session, log_prob)
             return
         request.ids.append(token)
         request.log_probs.append(log_prob)
@@ -254,6 +251,17 @@ class Scheduler:
                 context_crc=ids_checksum(session.ids[: len(request.context)]),
             )
         )
+        self._finish(session)
+
+    def _fail(self, session: Session, log_prob: float) -> None:
+        """Fail a request whose logits are not finite. Its blocks are cleared: values that are not finite would reach the next owner's tokens."""
+        wrong = self.model.not_finite()
+        cause = f"weights that are not finite: {', '.join(wrong[:3])}" if wrong else "all weights are finite"
+        session.active.on_finish(
+            EngineFailure(f"the model's logits are not finite (log-prob {log_prob}); {cause}", "logits not finite")
+        )
+        self.pool.erase(session.blocks)
+        session.free(self.pool)
         self._finish(session)
 
     def _finish_reason(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
