@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from agentrl.train.megatron.checkpoint_pickles import require_safe
@@ -42,6 +42,8 @@ class PendingSave:
         """Copy the state to host memory and start to write it into the empty folder `path`; called on all ranks."""
         state = _state(built, loading=False)
         state |= {"generators": _sharded_generators(), "steps": steps, "layout": _layout()}
+        # megatron's queue is another process, which imports all of this again, for writers that are processes; this writer is a thread
+        filesystem_async._results_queue = queue.Queue()
         self._request = dist_checkpointing.save(state, str(path), async_sharded_save=True)
         self._thread: threading.Thread | None = None
         if self._request.async_fn is not None:
@@ -75,7 +77,9 @@ def _write(transforms: Any, buckets: list[Any], results: Any) -> None:
     started: queue.Queue[int] = queue.Queue()
     for number, bucket in enumerate(buckets):
         started.put(number)
-        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, started, use_fsync=True)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, written, started, use_fsync=True
+        )
     outcomes = dict(written.get() for _ in buckets)
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
     results.put(errors[0] if errors else outcomes)
