@@ -1,7 +1,8 @@
 """`agentrl` in forks of one process that has imported torch and megatron, each killed at a given moment: importing takes longest.
 
 It prints the id of the process whose forks are the ranks. Then it reads a line of JSON for each job, {"words": arguments, "ranks": N,
-"kill": moment or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds and the events.
+"kill": moment or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds and the events. KILLS_MEMORY names the
+folder that the runs use as shared memory.
 
 A moment is {"after_s": S} after the start; {"event": N}, before the N-th time that a file, folder, process or socket is touched; or
 {"inside": METHOD, "call": N, "after_s": S}, after the N-th call of a method of the trainer or the weight sync. With "rank", a rank is killed.
@@ -17,6 +18,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from agentrl.core.child_process import POLL_S, exit_now, process_exists
 
@@ -75,7 +77,7 @@ class RankTemplate:
         from agentrl.train.megatron import cpu_shim
 
         cpu_shim.install()
-        from agentrl.train.megatron import rank_process
+        from agentrl.train.megatron import rank, rank_process  # noqa: F401
 
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
         rank_process.exit_with_parent = exit_without
@@ -170,7 +172,7 @@ class Killer:
 def run(job, template):
     """Run the command in this process, which ends with its status."""
     os.setsid()
-    descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)  # ranks append too
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null), (1, descriptor), (2, descriptor)):
         os.dup2(source, target)
@@ -204,16 +206,24 @@ def wait_for(pid):
 
 
 def prepare():
-    """Import what a run imports, and nothing that starts a thread; returns the template of its ranks."""
+    """Import what a run imports, load its corpus, and start no thread; returns the template of its ranks."""
     import torch
+    import tqdm
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0  # it is a thread
     import agentrl.cli.main
     import agentrl.engine.local.engine
     import agentrl.run.training
     import agentrl.train.megatron.trainer
-    import agentrl.weight_sync.disk  # noqa: F401
+    import agentrl.weight_sync.base
+    import agentrl.weight_sync.disk
+    from agentrl.envs.search_r1 import SearchR1
 
+    SearchR1().search("capital")
+    assert threading.active_count() == 1
+    agentrl.weight_sync.base.MEMORY = Path(os.environ["KILLS_MEMORY"])
     return RankTemplate()
 
 

@@ -1,7 +1,10 @@
 """Kill -9 at seeded moments of training runs, then resume: `python tests/e2e/kills.py --count 100 [--seed 0] [--out FILE]`.
 
 Each case kills a run (some twice: the resumption too) and then continues it by `--resume`, or by the same command where it left no run folder.
-It must equal a run that was never killed, to the bit. No process may be left 10 s after a kill, and no weights in shared memory at the end.
+It must equal a run that was never killed, to the bit. No process may be left 10 s after a kill, and nothing in shared memory at the end.
+
+`--minutes M` starts no case later than that. The cases of several calls with one `--out` are merged: `--count 100 --out FILE` plays those of the
+seeds 0 to 99 that the file lacks. `--flavours sglang` plays runs with a genuine SGLang server on the CPU.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 from processes import MARK  # noqa: E402
 from run_state import state  # noqa: E402
 
-from agentrl.store.file_lock import is_locked  # noqa: E402
+from agentrl.core.child_process import process_exists  # noqa: E402
 
 WORDS = (
     "train --env search_r1 --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --save-interval 1 --seed 5 --eval-interval 2 "
@@ -41,6 +45,8 @@ INSIDE = ("step", "begin_save", "save", "export_weights", "update", "complete_sa
 """methods of the trainer, the weight sync, the run folder and the run, during which a kill may fall"""
 GRACE_S = 10.0
 MEMORY = Path("/dev/shm")
+TORCH_FILE = re.compile(r"torch_(\d+)_")
+"""a file of torch's in shared memory, by the process that made it"""
 
 
 class Forks:
@@ -48,7 +54,9 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self.mark = f"kills-{os.getpid()}-{time.time_ns()}"
-        env = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark}
+        self.memory = Path(tempfile.mkdtemp(prefix="agentrl-kills-", dir=MEMORY))
+        """what the runs use as shared memory: other programs on the machine have folders of weights there too"""
+        env = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark, "KILLS_MEMORY": str(self.memory)}
         words = [sys.executable, str(Path(__file__).with_name("forked_runs.py"))]
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
@@ -84,9 +92,15 @@ class Forks:
         """Those that are there after the grace."""
         return lasting(self.running)
 
+    def left_in_memory(self):
+        """What the runs, which have ended, left in shared memory: weights, and files of torch whose process is gone."""
+        files = (f for f in MEMORY.glob("torch_*") if (m := TORCH_FILE.match(f.name)) and not process_exists(int(m[1])))
+        return [*self.memory.iterdir(), *files]
+
     def close(self):
         self.process.stdin.close()
         self.process.wait(60)
+        shutil.rmtree(self.memory)
 
 
 def lasting(look):
@@ -95,18 +109,6 @@ def lasting(look):
     while (seen := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return seen
-
-
-def unowned_memory():
-    """Folders of weights in shared memory that no process holds."""
-    left = set()
-    for folder in MEMORY.glob("agentrl-*"):
-        try:
-            if not is_locked(folder / "lock"):
-                left.add(folder)
-        except OSError:
-            continue  # its owner removed it
-    return left
 
 
 def draw_moment(random, whole):
@@ -155,7 +157,7 @@ def play_case(forks, folder, seed, wholes, equals):
     random = Random(seed)
     flavour = random.choice([*wholes])
     ranks, flags = FLAVOURS[flavour]
-    run, memory = folder / f"run{seed}", unowned_memory()
+    run = folder / f"run{seed}"
     words = [*WORDS, *flags, "--run", run]
     kinds, stages, command = [], [], words
     for _ in range(2 if random.random() < 0.25 else 1):
@@ -169,7 +171,7 @@ def play_case(forks, folder, seed, wholes, equals):
         assert mine == theirs, f"{flavour}, {kinds}, {stages}: the {what} differ: {first_difference(mine, theirs)}"
     temporary = [*run.glob(".*"), *(run / "checkpoints").glob(".*")]
     assert not temporary, f"temporary files are left: {temporary}"
-    left = lasting(lambda: unowned_memory() - memory)  # other programs may be creating or removing theirs
+    left = lasting(forks.left_in_memory)
     assert not left, f"left in shared memory: {left}"
     shutil.rmtree(run)
     return {"flavour": flavour, "moments": kinds, "stages": stages}
@@ -201,53 +203,67 @@ def whole_runs(forks, folder, flavours):
 
 
 def play_cases(seeds, folder, *, flavours=FLAVOURS, until=None, tell=print):
-    """Play cases, none after the time `until`; returns their facts and the faults by seed."""
+    """Play cases, none after the time `until`; returns the facts of each by its seed, or its fault."""
     forks = Forks(folder)
-    facts, faults = [], {}
+    cases = {}
     try:
         wholes, equals = whole_runs(forks, folder, flavours)
         for seed in seeds:
             if until is not None and time.monotonic() > until:
                 break
             try:
-                facts.append(play_case(forks, folder, seed, wholes, equals))
-                tell(f"{seed}: {facts[-1]}")
+                cases[seed] = play_case(forks, folder, seed, wholes, equals)
             except AssertionError as e:
-                faults[seed] = str(e)
-                tell(f"{seed}: FAULT {e}")
+                cases[seed] = {"fault": str(e)}
+            tell(f"{seed}: {cases[seed]}")
     finally:
         forks.close()
-    return facts, faults
+    return cases
+
+
+def recorded_cases(out):
+    """The cases that a record holds, by seed."""
+    cases = json.loads(out.read_text())["cases"] if out and out.exists() else {}
+    return {int(seed): case for seed, case in cases.items()}
+
+
+def record_of(cases, count, minutes):
+    """The record of all cases; `minutes`: that this call took."""
+    from benchmarks.result_record import result_record
+
+    good = [case for case in cases.values() if "fault" not in case]
+    return result_record(
+        "killed runs that continued bit-equal", len(good), len(cases), f"python tests/e2e/kills.py --count {count}",
+        kills=sum(len(c["moments"]) for c in good), minutes_of_last_call=minutes, cores=os.cpu_count(),
+        load_average=round(os.getloadavg()[0], 1),
+        flavours=Counter(c["flavour"] for c in good), moments=Counter(m for c in good for m in c["moments"]),
+        stages=dict(sorted(Counter(s for c in good for s in c["stages"]).items())),
+        cases={str(seed): cases[seed] for seed in sorted(cases)},
+    )  # fmt: skip
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case after this time")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file of the record, which keeps the cases that it has")
     args = parser.parse_args()
-    from benchmarks.result_record import result_record
-
     started = time.monotonic()
+    cases = recorded_cases(args.out)
+    seeds = [seed for seed in range(args.seed, args.seed + args.count) if seed not in cases]
     with tempfile.TemporaryDirectory() as folder:
-        facts, faults = play_cases(
-            range(args.seed, args.seed + args.count),
+        cases |= play_cases(
+            seeds,
             Path(folder),
             until=started + 60 * args.minutes,
             tell=lambda text: print(text, flush=True),
         )
-    command = f"python tests/e2e/kills.py --count {args.count} --seed {args.seed}"
-    record = result_record(
-        "killed runs that continued bit-equal", len(facts), len(facts) + len(faults), command,
-        faults=faults, kills=sum(len(f["moments"]) for f in facts), minutes=round((time.monotonic() - started) / 60, 1),
-        flavours=Counter(f["flavour"] for f in facts), moments=Counter(m for f in facts for m in f["moments"]),
-        stages=dict(sorted(Counter(s for f in facts for s in f["stages"]).items())),
-    )  # fmt: skip
-    print(json.dumps(record, indent=2))
+    record = record_of(cases, args.count, round((time.monotonic() - started) / 60, 1))
+    print(json.dumps(record | {"cases": len(cases)}, indent=2))
     if args.out:
         args.out.write_text(json.dumps(record, indent=2) + "\n")
-    sys.exit(bool(faults))
+    sys.exit(any("fault" in case for case in cases.values()))
 
 
 if __name__ == "__main__":
