@@ -19,6 +19,7 @@ from agentrl.core.episode_ends import Provenance as Provenance
 from agentrl.core.episode_ends import Status as Status
 from agentrl.core.episode_ends import StopReason as StopReason
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.routed_experts import RoutedExperts
 from agentrl.errors import ContractError, InvariantError, describe, shown
 
 _IMMUTABLE = (str, int, float, bytes, type(None))
@@ -262,6 +263,8 @@ class Segment:
     agent_id: str = "policy"
     images: tuple[PlacedImage, ...] = ()
     """images and the places of their placeholder tokens, in order"""
+    routed_experts: RoutedExperts | None = None
+    """the experts of the first tokens in the engine, for router replay; None: not recorded"""
 
     @property
     def ids(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ class Double:
     works: bool = True
     """/health_generate succeeds"""
     memory_saver: bool = False
+    experts: Callable[[int, int], Any] | None = None
+    """(start, stop) -> the int32 experts [tokens, layers, topk] of these tokens, where a request asks for them"""
     asleep: set[str] = field(default_factory=set)
     """tags of the released memory"""
     port: int = 0
@@ -98,7 +101,11 @@ class Double:
 
     async def server_info(self, _: Any, __: Any) -> web.Response:
         facts = {"version": self.version, "device": self.device, "tp_size": 1, "context_length": 256}
-        return web.json_response({**facts, "enable_memory_saver": self.memory_saver})
+        flags = {
+            "enable_memory_saver": self.memory_saver,
+            "enable_return_routed_experts": self.experts is not None,
+        }
+        return web.json_response(facts | flags)
 
     async def workers(self, _: Any, __: Any) -> web.Response:
         if self.servers is None:
@@ -195,6 +202,11 @@ class Double:
             "cached_tokens": self.cached,
             **({"weight_versions": self.spans} if self.spans else {}),
         }
+        if self.experts is not None and body.get("return_routed_experts"):
+            # BatchResultProcessor._maybe_collect_routed_experts: [start_len, seqlen - 1)
+            chosen = self.experts(body["routed_experts_start_len"], len(prompt) + len(ids) - 1)
+            if chosen is not None:
+                meta["routed_experts"] = base64.b64encode(chosen.tobytes()).decode()
         told = {"prompt_token_ids": prompt} if body.get("return_prompt_token_ids") else {}
         return web.json_response(
             {"text": "", "output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids)}, **told}

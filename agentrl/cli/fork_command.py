@@ -42,7 +42,7 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(f"--branches must be at least 1, found {args.branches}")
     recording = Recording(args.recorded)
     entry = recording.entry(args.episode)
-    original = from_record(recording.record(entry), recording.images)
+    original = from_record(recording.record(entry), recording.blobs)
     components = Components(resolve_recorded(read_given(args, rest), args.recorded), trains=False)
     RecordedIds(components, args.recorded).check(original)
     seeds = range(args.branch_seed, args.branch_seed + args.branches)

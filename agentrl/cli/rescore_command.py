@@ -55,7 +55,7 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     async def score_all() -> None:
         for group in groups_of(entries):
             records = list(recording.records(group))
-            rescored = await rescore_group(scorer, [from_record(r, recording.images) for r in records])
+            rescored = await rescore_group(scorer, [from_record(r, recording.blobs) for r in records])
             change.add([rescored])
             if writer is not None:
                 _write(writer, records, rescored)

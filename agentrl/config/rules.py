@@ -203,6 +203,10 @@ def _check_functions(config: Config) -> None:
     for name in ("custom_generate_function_path", "rollout_function_path"):
         if config.rollout.branch_at and getattr(config.env, name):
             raise ConfigError(f"{_flag(name)} plays whole episodes, which cannot be branched; leave out --branch-at")
+        if config.rollout.use_rollout_routing_replay and getattr(config.env, name):
+            raise ConfigError(
+                f"{_flag(name)} puts its episodes together itself, without the engine's experts; leave out --use-rollout-routing-replay"
+            )
     if config.rollout.runner_processes == 1:
         return
     for name in ("custom_generate_function_path", "rollout_function_path"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.routed_experts import RoutedExperts
 from agentrl.errors import ConfigError, EngineFailure, shown
 from agentrl.types import FinishReason
 
@@ -36,6 +37,8 @@ class SamplingParams:
     """do not stop at the model's end token; `stop_token_ids` still apply"""
     seed: int = 0
     """seed of the generation; used by deterministic engines"""
+    routed_experts_from: int | None = None
+    """return the experts of all tokens from this position on, but the last that is sampled (router replay); None: return none"""
 
 
 class Speculation(NamedTuple):
@@ -71,6 +74,8 @@ class Generation:
     `policy_version` sampled all of them, else that is the last"""
     speculation: Speculation | None = None
     """None: the engine did not speculate"""
+    routed_experts: RoutedExperts | None = None
+    """of the tokens from `SamplingParams.routed_experts_from` on; None: not requested"""
     context_crc: int | None = None
     """checksum (`agentrl.core.sequences.ids_checksum`) of the context ids that were sampled from, computed where they leave for the engine;
     None: a recorded generation, of which nothing was sent"""
@@ -214,6 +219,26 @@ def check_generation(generation: object, max_new_tokens: int) -> Generation:
             "the engine returned log-probs that are not finite numbers or above 0", "engine: log-probs not finite"
         )
     return generation
+
+
+def check_routed_experts(generation: Generation, sampling: SamplingParams, context_length: int) -> None:
+    """Refuse a generation whose experts are not those of the tokens that were asked for.
+
+    Raises:
+        EngineFailure: they are missing, or of more or fewer tokens.
+    """
+    start = sampling.routed_experts_from
+    if start is None or generation.demonstration or not generation.ids:
+        return
+    expected = context_length + len(generation.ids) - 1 - start
+    found = -1 if generation.routed_experts is None else generation.routed_experts.tokens
+    if found != expected:
+        count = "none" if found < 0 else f"those of {found} tokens"
+        raise EngineFailure(
+            f"asked for the routed experts of {expected} tokens ({context_length} of context and {len(generation.ids)} sampled, without the last "
+            f"one, from position {start} on), the engine returned {count}",
+            "engine: routed experts differ",
+        )
 
 
 def check_request(ids: Sequence[int], sampling: SamplingParams, context_length: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.routed_experts import RoutedExperts, RouterShape
 from agentrl.core.sequences import first_difference, ids_checksum
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode, StopFinder, uniform
@@ -66,6 +67,7 @@ class ScriptedEngine:
         delay_s: duration of a generation.
         keep_interrupted: a generation that a weight update interrupts has tokens of both versions, in proportion to the time. Without it, the
             last version has all of them.
+        router: generations that ask for routed experts have invented ones of this shape, the same for the same ids.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ScriptedEngine:
         demonstration: bool = False,
         delay_s: float = 0.0,
         keep_interrupted: bool = False,
+        router: RouterShape | None = None,
     ) -> None:
         self._script = script if callable(script) else _in_order(script)
         self._encode = encode
@@ -89,6 +92,7 @@ class ScriptedEngine:
         self._demonstration = demonstration
         self._delay_s = delay_s
         self._keep_interrupted = keep_interrupted
+        self._router = router
         self._paused = self._asleep = self._closed = False
         self._flights: dict[asyncio.Future[None], _Flight] = {}
         """requests in flight"""
@@ -242,7 +246,19 @@ class ScriptedEngine:
             cached_tokens=self._cached_tokens(request, ids),
             demonstration=self._demonstration,
             context_crc=ids_checksum(request.ids),
+            routed_experts=self._experts([*request.ids, *ids[:-1]], sampling.routed_experts_from),
         )
+
+    def _experts(self, ids: Sequence[int], start: int | None) -> RoutedExperts | None:
+        """Consecutive experts for each token and layer, from a number that depends on the token, its position and the layer."""
+        router = self._router
+        if router is None or start is None:
+            return None
+        import numpy as np
+
+        positions = np.arange(start, len(ids))
+        first = np.array(ids[start:], np.int64)[:, None] * 31 + positions[:, None] * 7 + np.arange(router.layers)
+        return RoutedExperts.of((first[..., None] + np.arange(router.topk)) % router.experts)
 
     def _cached_tokens(self, request: ScriptedRequest, ids: list[int]) -> int:
         """Context tokens that a prefix cache would have: those of the session's previous context and generation, but not the last."""

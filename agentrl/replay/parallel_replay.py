@@ -80,7 +80,7 @@ async def _replay_groups(job: ReplayJob, groups: list[list[IndexEntry]]) -> list
             split = group[0].split
             if split not in runners:
                 runners[split] = job.runner_for(split)
-            members = [from_record(r, job.recording.images) for r in job.recording.records(group)]
+            members = [from_record(r, job.recording.blobs) for r in job.recording.records(group)]
             outcomes += await replay_group(
                 runners[split].for_env(members[0].env), members, job.live, job.recording.outputs
             )

@@ -67,7 +67,7 @@ class PlaybackGenerator:
         turn = turns[index]
         if turn.segment < 0 or list(ids) != self.recorded.segments[turn.segment].ids[: turn.context_length]:
             raise self.leave("context", index, ids)
-        generation = recorded_generation(self.recorded, turn)
+        generation = recorded_generation(self.recorded, turn, sampling.routed_experts_from or 0)
         cut = len(generation.ids) > sampling.max_new_tokens
         longer = generation.finish_reason is FinishReason.LENGTH and len(generation.ids) < sampling.max_new_tokens
         if cut or longer:
@@ -112,13 +112,14 @@ class PlaybackGenerator:
             raise EngineFailure(cause, cause) if reason is StopReason.ENGINE_FAILURE else EngineAbort(cause, cause)
 
 
-def recorded_generation(trajectory: Trajectory, turn: Turn) -> Generation:
-    """What the engine returned in a turn."""
+def recorded_generation(trajectory: Trajectory, turn: Turn, experts_from: int = 0) -> Generation:
+    """What the engine returned in a turn. `experts_from`: position of the first token whose routed experts are wanted."""
     spans = sampled_spans(trajectory, turn)
     reason, matched = turn.action.finish_reason, turn.matched_stop
     if not spans:
         return Generation((), (), reason, matched)
     ids = tuple(chain.from_iterable(s.ids for s in spans))
+    experts = trajectory.segments[turn.segment].routed_experts
     return Generation(
         ids,
         tuple(chain.from_iterable(s.log_probs or (0.0,) * len(s.ids) for s in spans)),
@@ -127,6 +128,7 @@ def recorded_generation(trajectory: Trajectory, turn: Turn) -> Generation:
         spans[-1].policy_version or 0,
         demonstration=spans[0].provenance is Provenance.DEMONSTRATION,
         versions=tuple((s.policy_version or 0, len(s.ids)) for s in spans) if len(spans) > 1 else (),
+        routed_experts=experts and experts[experts_from : turn.context_length + len(ids) - 1],
     )
 
 

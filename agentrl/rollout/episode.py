@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from agentrl.core.cancellation import complete_before_cancel
 from agentrl.core.message_images import PlacedImage, load_images
 from agentrl.core.seeds import derive_seed
-from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation
+from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation, check_routed_experts
 from agentrl.env import Env, check_flag, check_reward, takes_group_seed
 from agentrl.errors import (
     ContractError,
@@ -283,7 +283,7 @@ class Episode:
         runner, index, role, frozen = self.runner, len(self.turns), self.seat.role, self.seat.generator is not None
         length, context = self.recorder.length(role), self.recorder.context(role)
         seed = self.turn_seed(index)
-        sampling = self.sampling(room, seed)
+        sampling = self.sampling(room, seed, known=None if frozen else self.recorder.experts_length(role))
         generation, elapsed = await self.sample(context, sampling, self.recorder.images(role))
         crc = self.recorder.crc(role) if generation.context_crc is None else generation.context_crc
         temperature = runner.sampling.temperature
@@ -331,6 +331,7 @@ class Episode:
             generation = check_generation(
                 await engine.generate(context, sampling, session=session, images=images), sampling.max_new_tokens
             )
+            check_routed_experts(generation, sampling, len(context))
         elapsed = time.perf_counter() - started
         if generation.finish_reason is FinishReason.ABORT:
             raise EngineAbort("the engine aborted the generation", "engine abort")
@@ -433,12 +434,14 @@ class Episode:
         """Tokens of the current segment beyond the length of the first prompt."""
         return max(0, self.recorder.length(self.seat.role) - self.seat.prompt_length)
 
-    def sampling(self, room: int, seed: int) -> SamplingParams:
-        """The parameters of one generation; built directly, since `replace` takes three times as long."""
+    def sampling(self, room: int, seed: int, known: int | None = 0) -> SamplingParams:
+        """The parameters of one generation; built directly, since `replace` takes three times as long.
+
+        `known`: tokens of the context whose routed experts are recorded; None: the model's experts are not recorded.
+        """
         s, renderer = self.runner.sampling, self.runner.renderer
-        return SamplingParams(
-            room, s.temperature, s.top_p, s.top_k, renderer.stop, renderer.stop_token_ids, s.ignore_eos, seed
-        )
+        stops, start = (renderer.stop, renderer.stop_token_ids), None if s.routed_experts_from is None else known
+        return SamplingParams(room, s.temperature, s.top_p, s.top_k, *stops, s.ignore_eos, seed, start)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The schemas of the episode's tools, which do not change while it runs."""

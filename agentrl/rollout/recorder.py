@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.routed_experts import RoutedExperts, joined
 from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import Generation
 from agentrl.errors import InvariantError
@@ -68,6 +69,8 @@ class Recorder:
         if not generation.ids:
             return
         segment = self._segments[self._current[agent_id]]
+        if generation.routed_experts is not None and not frozen:
+            segment.add_experts(generation.routed_experts, len(segment.ids) + len(generation.ids) - 1)
         if frozen:
             segment.add(Span(Provenance.OTHER_AGENT, generation.ids, turn))
             return
@@ -124,25 +127,31 @@ class Recorder:
             ids = span.ids + ids
         return ids
 
+    def experts_length(self, agent_id: str = "policy") -> int:
+        """Tokens of the agent's current segment, from its first on, whose routed experts are known."""
+        return self._segments[self._current[agent_id]].experts_length
+
     def segment_index(self, agent_id: str = "policy") -> int:
         """Index of the agent's current segment."""
         return self._current[agent_id]
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments so far."""
-        return tuple(Segment(tuple(s.spans), s.agent_id, tuple(s.images)) for s in self._segments)
+        return tuple(Segment(tuple(s.spans), s.agent_id, tuple(s.images), joined(s.experts)) for s in self._segments)
 
 
 class _OpenSegment:
     """A segment under construction: its spans, their ids in one list, and the checksum of the ids."""
 
-    __slots__ = ("_crc", "_summed", "agent_id", "ids", "images", "lent", "spans")
+    __slots__ = ("_crc", "_summed", "agent_id", "experts", "experts_length", "ids", "images", "lent", "spans")
 
     def __init__(self, agent_id: str) -> None:
         self.agent_id = agent_id
         self.spans: list[Span] = []
         self.ids: list[int] = []
         self.images: list[PlacedImage] = []
+        self.experts: list[RoutedExperts] = []
+        self.experts_length = 0
         self.lent = False
         """an engine holds `ids`, so the next span replaces the list instead of extending it"""
         self._crc = self._summed = 0
@@ -153,6 +162,21 @@ class _OpenSegment:
             self.ids, self.lent = [*self.ids, *span.ids], False
         else:
             self.ids.extend(span.ids)
+
+    def add_experts(self, experts: RoutedExperts, end: int) -> None:
+        """Keep the experts of the tokens up to `end`. Those that are known stay: the tokens after them were sampled with these.
+
+        Raises:
+            InvariantError: those of a token before are missing, or there are more than tokens.
+        """
+        start = end - experts.tokens
+        if not 0 <= start <= self.experts_length:
+            raise InvariantError(
+                f"routed experts of the tokens {start} to {end} cannot follow those of the first {self.experts_length}"
+            )
+        if end > self.experts_length:
+            self.experts.append(experts[self.experts_length - start :] if start < self.experts_length else experts)
+            self.experts_length = end
 
     def checksum(self) -> int:
         self._crc = ids_checksum(self.ids[self._summed :], self._crc)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config import Config, EngineSettings
 from agentrl.config.mixture import env_shares
+from agentrl.core.routed_experts import RouterShape
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.engine.sglang.installation import gpus
@@ -97,12 +98,14 @@ class Components:
         self.context_length = context_length(self.folder, self.config.rollout.rollout_max_context_len)
         self.tasks.prompts.context_length = self.context_length
         self.trains = trains
+        self.router = _router(self.folder) if self.config.rollout.use_rollout_routing_replay else None
+        """what the model's routers choose from, if their choices are recorded"""
         self.servers: ServerPlan | None = None
         config = self.config
         if config.engine.engine == "sglang":
             from agentrl.engine.sglang.plan import plan_servers
 
-            self.servers = plan_servers(config, self.folder, self.context_length, trains=trains)
+            self.servers = plan_servers(config, self.folder, self.context_length, trains=trains, router=self.router)
         self.threads = config.engine.threads or os.cpu_count() or 1
         self.players = Players(self.config, self.env_class, self.folder, self._local_engine)
         self.driver = make_driver(config, self.env_class, [c.env_class for c in self.envs.values()])
@@ -353,6 +356,7 @@ class Components:
             threads=self.threads,
             keep_interrupted=self._keeps_interrupted,
             single_token_chunks=self.config.train.true_on_policy_mode,
+            records_experts=self.router is not None and folder == self.folder,
         )
 
     @property
@@ -435,6 +439,21 @@ def _env_components(config: Config) -> tuple[dict[str, Components], dict[str, fl
             raise ConfigError(f"--env has two environments with the label {label!r}; give one of them another `name`")
         envs[label], shares[label], limits[label] = components, member.share, member.concurrency
     return envs, shares, limits
+
+
+def _router(folder: Path) -> RouterShape:
+    """What a model's routers choose from.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from agentrl.train.megatron.model_config import read_model_config
+
+    if (router := read_model_config(folder).router) is None:
+        raise ConfigError(
+            f"--use-rollout-routing-replay is for mixtures of experts; {folder} is a dense model: leave it out"
+        )
+    return router
 
 
 def _day(text: str | None) -> datetime.datetime | None:

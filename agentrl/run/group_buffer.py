@@ -20,7 +20,7 @@ def write_buffer(specs: Mapping[int, Sequence[EpisodeSpec]], outcomes: Mapping[i
     lines: list[bytes] = []
     for slot, group in sorted(specs.items()):
         played = outcomes.get(slot)
-        lines += [encode(to_record(t)) for t in _episodes(played)]
+        lines += [encode(to_record(t, whole=True)) for t in _episodes(played)]
         lines.append(encode({"version": 2, "kind": "slot", "slot": slot, **_slot(group, played)}))
     return b"".join(lines)
 

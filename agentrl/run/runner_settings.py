@@ -21,6 +21,8 @@ class RunnerSettings:
     top_k: int = -1
     max_response_tokens: int | None = None
     """None: as in training"""
+    records_experts: bool = False
+    """the engine returns the experts of the tokens"""
     evaluation: bool = False
     keep: SaveOutput | None = None
     """called with the full tool outputs that were truncated for the policy"""
@@ -28,7 +30,13 @@ class RunnerSettings:
     @property
     def sampling(self) -> SamplingParams:
         """How the tokens of a turn are sampled."""
-        return SamplingParams(max_new_tokens=1, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        return SamplingParams(
+            max_new_tokens=1,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            routed_experts_from=0 if self.records_experts else None,
+        )
 
 
 def runner_settings(
@@ -45,6 +53,7 @@ def runner_settings(
         seed=seed,
         top_p=top_p,
         top_k=top_k,
+        records_experts=r.use_rollout_routing_replay and kind != "eval",
     )
     if kind != "eval":
         return settings

@@ -140,7 +140,7 @@ def recorded_episodes(source: Path, echo: Echo) -> Iterator[Trajectory]:
                 f"{source}: holds only evaluations ({held_out} episodes), which are not trained on; give episodes of training"
             )
         echo(f"{source}: {held_out} episodes of evaluations left out")
-    return (from_record(record, recording.images) for record in recording.records(entries))
+    return (from_record(record, recording.blobs) for record in recording.records(entries))
 
 
 def make_batches(samples: Sequence[Sample], config: Config) -> list[list[Sample]]:

@@ -34,7 +34,7 @@ async def train_only(config: Config, recorded: Path, *, echo: Echo = print) -> P
     components.require_critic()
     ids = RecordedIds(components, recorded)
     for record in recording.records([entry for rollout in rollouts for entry in rollout]):
-        ids.check(from_record(record, recording.images))
+        ids.check(from_record(record, recording.blobs))
     async with TrainingRun(components, echo=echo, plays="recorded") as run:
         if recording.note:
             run.log.echo(recording.note)
@@ -68,7 +68,7 @@ def _copy_rollout(
     causes, violations = CauseTable(), 0
     episodes: list[Trajectory] = []
     for record in recording.records(list(entries)):
-        t = from_record(record, recording.images)
+        t = from_record(record, recording.blobs)
         causes.add(t)
         violations += exactness_violations([t])
         run.folder.episodes.write(t, step=step, split="train", config=record.get("config"))

@@ -16,6 +16,9 @@ from agentrl.errors import StoreError
 from agentrl.store.zstd import decompress
 from agentrl.types import Trajectory
 
+IMAGES, EXPERTS = "images", "routed_experts"
+"""names of folders beside the data files"""
+
 
 class ImageFolder:
     """PNG files, each named by the hash of its pixels."""
@@ -32,6 +35,26 @@ class ImageFolder:
                     raise StoreError(f"an image cannot be stored under the name {image.sha256!r:.80}: it is not a hash")
                 _write_once(self.folder / f"{image.sha256}.png", image.png)
                 self._written.add(image.sha256)
+
+
+class ExpertsFolder:
+    """The routed experts of segments, each compressed and named by its hash."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Write those of an episode that the folder does not hold yet."""
+        for segment in trajectory.segments:
+            if segment.routed_experts is not None:
+                file = experts_file(self.folder, segment.routed_experts.sha256)
+                if not file.exists():
+                    _write_once(file, zstandard.ZstdCompressor().compress(segment.routed_experts.content))
+
+
+def experts_file(folder: Path, sha256: str) -> Path:
+    """The file of routed experts in its folder."""
+    return folder / f"{sha256}.zst"
 
 
 class Outputs:

@@ -16,7 +16,7 @@ import zstandard
 
 from agentrl.core.atomic_write import sync
 from agentrl.errors import StoreError
-from agentrl.store.blobs import ImageFolder, Outputs, images_of, sync_blobs
+from agentrl.store.blobs import EXPERTS, IMAGES, ExpertsFolder, ImageFolder, Outputs, images_of, sync_blobs
 from agentrl.store.episode_index import index_entry, read_entries, write_entry
 from agentrl.store.episode_record import VERSION, decode, encode, from_record, is_episode, to_record
 from agentrl.store.file_lock import try_lock
@@ -37,6 +37,7 @@ class EpisodeWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._images = ImageFolder(images_folder(folder))
+        self._experts = ExpertsFolder(experts_folder(folder))
         self.outputs = Outputs(outputs_folder(folder))
         """complete tool outputs, written with --keep-whole-outputs"""
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
@@ -49,7 +50,8 @@ class EpisodeWriter:
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
         """Append an episode and flush. `extra` (step, split, config fingerprint, …) is stored beside it."""
-        self._images.write(images_of(trajectory))  # first, so that no record refers to a missing image
+        self._images.write(images_of(trajectory))  # first, so that no record refers to a missing file
+        self._experts.write(trajectory)
         self.append(to_record(trajectory, **extra))
 
     def write_step(self, **values: Any) -> None:
@@ -78,8 +80,9 @@ class EpisodeWriter:
         return self._number, self._offset
 
     def sync(self) -> None:
-        """Sync the records, and the images and tool outputs that they refer to, to disk."""
-        self._blobs_synced |= sync_blobs((self._images.folder, self.outputs.folder), self._blobs_synced)
+        """Sync the records, and the images, routed experts and tool outputs that they refer to, to disk."""
+        folders = (self._images.folder, self._experts.folder, self.outputs.folder)
+        self._blobs_synced |= sync_blobs(folders, self._blobs_synced)
         os.fsync(self._file.fileno())
         sync(self.folder)
 
@@ -155,8 +158,8 @@ def read_records(path: Path, on_truncated: Callable[[Path], None] | None = None)
 
 def read_episodes(path: Path) -> Iterator[Trajectory]:
     """Yield the trajectories in a file, a folder of episodes or a run folder."""
-    images = images_folder(path)
-    return (from_record(r, images) for r in read_records(path))
+    blobs = blobs_folder(path)
+    return (from_record(r, blobs) for r in read_records(path))
 
 
 def truncate(folder: Path, number: int, size: int) -> None:
@@ -192,15 +195,19 @@ def episodes_folder(path: Path) -> Path:
 
 
 def images_folder(path: Path) -> Path:
-    return _blobs_parent(path) / "images"
+    return blobs_folder(path) / IMAGES
+
+
+def experts_folder(path: Path) -> Path:
+    return blobs_folder(path) / EXPERTS
 
 
 def outputs_folder(path: Path) -> Path:
-    return _blobs_parent(path) / "outputs"
+    return blobs_folder(path) / "outputs"
 
 
-def _blobs_parent(path: Path) -> Path:
-    """Return the folder of the data files, which need not exist yet."""
+def blobs_folder(path: Path) -> Path:
+    """Return the folder of the data files, which need not exist yet; the files that records refer to are in folders beside them."""
     if path.is_file():
         return path.parent
     return path / "episodes" if not data_files(path) and (path / "episodes").is_dir() else path

@@ -5,8 +5,8 @@ Version 1 held episodes only. Version 2 adds `kind` ('episode' or 'step') and a 
 
 from __future__ import annotations
 
+import base64
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -16,8 +16,10 @@ from typing import Any
 import orjson
 
 from agentrl.core.message_images import Image, PlacedImage, is_image
+from agentrl.core.routed_experts import RoutedExperts
 from agentrl.core.sequences import ids_checksum
 from agentrl.errors import StoreError
+from agentrl.store.blobs import EXPERTS, IMAGES, experts_file, is_hash
 from agentrl.store.json_values import plain
 from agentrl.types import (
     Action,
@@ -132,12 +134,15 @@ def extra_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 # -- trajectory to record ----------------------------------------------------------------------------------------------
 
 
-def to_record(t: Trajectory, **extra: Any) -> dict[str, Any]:
-    """Return a trajectory as JSON values. `extra` (step, split, config fingerprint, …) is stored beside it."""
+def to_record(t: Trajectory, *, whole: bool = False, **extra: Any) -> dict[str, Any]:
+    """Return a trajectory as JSON values. `extra` (step, split, config fingerprint, …) is stored beside it.
+
+    `whole`: routed experts are in the record itself, not in a file that it names.
+    """
     values = dict(zip(_EPISODE_KEYS, _episode_values(t), strict=True))
     values |= {
         "task": {**_task_fields(t.task), "metadata": dict(t.task.metadata)},
-        "segments": [_segment(s) for s in t.segments],
+        "segments": [_segment(s, whole=whole) for s in t.segments],
         "turns": [_turn(turn) for turn in t.turns],
         "stop_reason": t.stop_reason.value,
         "status": t.status.value,
@@ -166,10 +171,13 @@ def _turn(t: Turn) -> dict[str, Any]:
     return record
 
 
-def _segment(s: Segment) -> dict[str, Any]:
+def _segment(s: Segment, *, whole: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"agent_id": s.agent_id, "spans": [_span(span) for span in s.spans]}
     if s.images:
         record["images"] = [{"sha256": p.image.sha256, "at": p.at, "tokens": p.tokens} for p in s.images]
+    if (experts := s.routed_experts) is not None:
+        content = {"base64": base64.b64encode(experts.content).decode()} if whole else {"sha256": experts.sha256}
+        record["routed_experts"] = {"shape": experts.shape, "dtype": experts.dtype, **content}
     return record
 
 
@@ -183,12 +191,13 @@ def _span(s: Span) -> dict[str, Any]:
 # -- record to trajectory ----------------------------------------------------------------------------------------------
 
 
-def from_record(record: Mapping[str, Any], images: Path | None = None) -> Trajectory:
-    """Return the trajectory of a record. `images` is the folder of the images that it refers to.
+def from_record(record: Mapping[str, Any], blobs: Path | None = None) -> Trajectory:
+    """Return the trajectory of a record. `blobs` is the folder of the files that it refers to.
 
     Raises:
         StoreError: fields are missing or of the wrong type.
     """
+    images = blobs and blobs / IMAGES
     try:
         values = {name: record[name] for name in _TRAJECTORY_FIELDS if name not in _OPTIONAL}
         task, prompt = record["task"], record["task"]["prompt"]
@@ -196,7 +205,7 @@ def from_record(record: Mapping[str, Any], images: Path | None = None) -> Trajec
             prompt = tuple(read_images(prompt, images))
         values |= {
             "task": Task(task["id"], prompt, task["label"], task["metadata"]),
-            "segments": tuple(_read_segment(s, images) for s in record["segments"]),
+            "segments": tuple(_read_segment(s, blobs) for s in record["segments"]),
             "turns": tuple(_read_turn(t, images) for t in record["turns"]),
             "stop_reason": StopReason(record["stop_reason"]),
             **{name: record[name] for name in _OPTIONAL if name in record},
@@ -228,9 +237,22 @@ def _read_result(r: Mapping[str, Any], images: Path | None) -> ToolResult:
     return ToolResult(**{**r, "parts": tuple(_read_parts(parts, images))} if parts else r)
 
 
-def _read_segment(s: Mapping[str, Any], images: Path | None) -> Segment:
+def _read_segment(s: Mapping[str, Any], blobs: Path | None) -> Segment:
+    images = blobs and blobs / IMAGES
     placed = tuple(PlacedImage(_image(p["sha256"], images), p["at"], p["tokens"]) for p in s.get("images", ()))
-    return Segment(tuple(map(_read_span, s["spans"])), s["agent_id"], placed)
+    experts = s.get("routed_experts")
+    return Segment(tuple(map(_read_span, s["spans"])), s["agent_id"], placed, experts and _experts(experts, blobs))
+
+
+def _experts(record: Mapping[str, Any], blobs: Path | None) -> RoutedExperts:
+    tokens, layers, topk = map(int, record["shape"])
+    if record["dtype"] not in ("|u1", "<u2"):
+        raise ValueError(f"routed experts cannot have the dtype {record['dtype']!r:.60}")
+    if "base64" in record:
+        return RoutedExperts((tokens, layers, topk), record["dtype"], base64.b64decode(record["base64"], validate=True))
+    sha256 = _hash(record["sha256"], "routed experts")
+    file = blobs and experts_file(blobs / EXPERTS, sha256)
+    return RoutedExperts((tokens, layers, topk), record["dtype"], file, sha256)
 
 
 def _read_span(s: Mapping[str, Any]) -> Span:
@@ -261,11 +283,14 @@ def _read_parts(parts: Iterable[Any], images: Path | None) -> list[Any]:
 
 
 def _image(sha256: str, images: Path | None) -> Image:
-    if not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise ValueError(
-            f"{sha256!r:.80} is not the hash of an image"
-        )  # as a file name it could lead out of the folder
+    _hash(sha256, "an image")
     return Image(sha256, images / f"{sha256}.png" if images else None)
+
+
+def _hash(sha256: str, of: str) -> str:
+    if not is_hash(sha256):  # as a file name it could lead out of the folder
+        raise ValueError(f"{sha256!r:.80} is not the hash of {of}")
+    return sha256
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 from agentrl.errors import StoreError, suggest
 from agentrl.store.blobs import Outputs
 from agentrl.store.episode_files import (
+    blobs_folder,
     data_files,
     episodes_folder,
     frames,
@@ -45,8 +46,10 @@ class Recording:
         """
         self.path = path = Path(path)
         self.folder = episodes_folder(path)
+        self.blobs = blobs_folder(path)
+        """folder of the files that episodes refer to"""
         self.images = images_folder(path)
-        """folder of the images that episodes refer to"""
+        """folder of the images among them"""
         self.outputs = Outputs(outputs_folder(path))
         self.episodes: list[IndexEntry] = []
         self.steps: list[IndexEntry] = []

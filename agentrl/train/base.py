@@ -49,6 +49,8 @@ class Row:
     """the critic's target"""
     sampled: NDArray[np.bool_] | None = None
     """where the engine sampled the token, and so `rollout_log_probs` holds its log-prob, which may be 0; None: every trained token"""
+    routed_experts: NDArray[Any] | None = None
+    """[n, layers, topk]: the experts of the first n tokens in the engine, which the trainer uses too; None: its routers choose"""
     source: tuple[str, int] = ("", 0)
     """(episode id, segment index) that the row was made from"""
     turns: tuple[tuple[int, int], ...] = ()
@@ -69,8 +71,20 @@ class Row:
             raise InvariantError(
                 f"Row.sampled is {self.sampled.dtype} of shape {self.sampled.shape}, expected bool of {(length,)}"
             )
+        self._check_routed_experts()
         if length and self.weights[0] != 0:
             raise InvariantError("the first token has no context and cannot be trained on")
+
+    def _check_routed_experts(self) -> None:
+        """A prediction depends on the experts of every token before it."""
+        if self.routed_experts is None:
+            return
+        given, needed = len(self.routed_experts), int(np.flatnonzero(self.weights)[-1]) if self.weights.any() else 0
+        if not needed <= given <= len(self.tokens):
+            raise InvariantError(
+                f"{self.place(0)}: experts were recorded for {given} tokens; the row has {len(self.tokens)}, and those of the first {needed} "
+                "are needed"
+            )
 
     def chosen(self, *, trained_only: bool) -> NDArray[np.int64]:
         """The tokens whose log-probs are computed: those with a weight, or all but the first."""

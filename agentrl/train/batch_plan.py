@@ -12,6 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentrl.train.base import Row, Trainer
 from agentrl.train.token_tree import Tokens, common_prefixes, lexicographic_order
 
@@ -21,6 +24,7 @@ MICRO_BATCH_COST = 256
 """Tokens that may be computed twice to save a micro-batch."""
 Plan = Sequence[Sequence[Sequence[int]]]
 """Row numbers by data-parallel rank and micro-batch"""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHARES = (1, 5 / 4, 3 / 2, 1 / 2, 5 / 8, 1 / 4, 5 / 16)
 """Limits of a micro-batch, as parts of a rank's share of all tokens, that the plan tries in order to balance the ranks."""
 
@@ -69,8 +73,7 @@ def batch_plan(
 def trainer_plan(trainer: Trainer, rows: Sequence[Row]) -> list[list[list[int]]]:
     """The batch plan of a trainer for some rows."""
     limit = max(1, trainer.micro_batch_tokens // trainer.multiple) * trainer.multiple
-    tokens = [r.tokens for r in rows]
-    return batch_plan(tokens, trainer.copies, limit, trainer.micro_batch_rows, tree=trainer.tree_packing)
+    return batch_plan(prefix_keys(rows), trainer.copies, limit, trainer.micro_batch_rows, tree=trainer.tree_packing)
 
 
 def micro_batch_sizes(trainer: Trainer, rows: Sequence[Row], plan: Plan) -> list[list[int]]:
@@ -107,7 +110,30 @@ def input_tokens(rows: Sequence[Tokens], *, tree: bool) -> int:
 
 
 def _inputs(trainer: Trainer, rows: Sequence[Row], part: Sequence[int]) -> int:
-    return input_tokens([rows[i].tokens for i in part], tree=trainer.tree_packing)
+    return input_tokens(prefix_keys([rows[i] for i in part]), tree=trainer.tree_packing)
+
+
+def prefix_keys(rows: Sequence[Row]) -> list[Tokens]:
+    """For each token of each row a number: a prefix is computed once for two rows if the numbers of its tokens are equal in both.
+
+    These are the token ids. Where the engine's experts are replayed, a number stands for the token and its experts: a token that was recorded
+    with other experts has other hidden states. It is found by a hash of 64 bits; `recorded_experts` compares the experts themselves.
+    """
+    if all(row.routed_experts is None for row in rows):
+        return [row.tokens for row in rows]
+    _, numbers = np.unique(np.concatenate([_hashes(row) for row in rows]), return_inverse=True)
+    return np.split(numbers.reshape(-1), np.cumsum([len(row.tokens) for row in rows])[:-1])
+
+
+def _hashes(row: Row) -> NDArray[np.uint64]:
+    """A linear hash of each token and its experts, with random odd factors."""
+    experts = row.routed_experts
+    hashes = row.tokens.astype(np.uint64) * _FACTOR
+    if experts is not None:
+        factors = np.random.default_rng(0).integers(0, 1 << 64, experts.shape[1:], np.uint64) | np.uint64(1)
+        for layer, own in enumerate(factors):
+            hashes[: len(experts)] += (experts[:, layer].astype(np.uint64) + np.uint64(1)) @ own
+    return hashes
 
 
 def _part(rows: Sequence[Tokens], shared: Sequence[int], numbers: Sequence[int]) -> _Part:

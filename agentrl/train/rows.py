@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.errors import ConfigError, InvariantError
+from agentrl.errors import ConfigError, DataError, InvariantError
 from agentrl.train.base import Row
 from agentrl.train.sample import Sample
 from agentrl.types import Provenance
@@ -22,16 +22,22 @@ over each episode's trained tokens divided by a constant, then the mean over epi
 
 
 def make_rows(
-    samples: Sequence[Sample], advantages: Mapping[str, float], normalisation: str = "sequence", *, constant: int = 1
+    samples: Sequence[Sample],
+    advantages: Mapping[str, float],
+    normalisation: str = "sequence",
+    *,
+    constant: int = 1,
+    replay_experts: bool = False,
 ) -> list[Row]:
     """Rows of one optimizer step. `advantages` by episode id; a sample whose episode has none is not trained on.
 
     A sequence is an episode: the trained tokens of all its segments. A fully masked sample has no row and is in no denominator.
-    `constant` is the divisor of the normalisation 'constant'.
+    `constant` is the divisor of the normalisation 'constant'. `replay_experts`: the rows have the experts that the engine recorded.
 
     Raises:
         InvariantError: a sample contradicts itself, or a segment occurs twice.
         ConfigError: a sample has images.
+        DataError: no experts were recorded for a sample.
     """
     if normalisation not in NORMALISATIONS:
         raise InvariantError(f"normalisation must be one of {NORMALISATIONS}, found {normalisation!r}")
@@ -48,7 +54,10 @@ def make_rows(
     total = sum(tokens.values())
     fixed = {"token": total, "constant": len(tokens) * constant}.get(normalisation)
     weights = {e: 1.0 / (fixed or len(tokens) * n) for e, n in tokens.items()}
-    return [make_row(s, advantage=advantages[s.episode_id], weight=weights[s.episode_id]) for s in used]
+    return [
+        make_row(s, advantage=advantages[s.episode_id], weight=weights[s.episode_id], replay_experts=replay_experts)
+        for s in used
+    ]
 
 
 def with_tokens(rows: Sequence[Row], name: str, values: Mapping[str, NDArray[np.float64]]) -> list[Row]:
@@ -65,8 +74,25 @@ def with_tokens(rows: Sequence[Row], name: str, values: Mapping[str, NDArray[np.
     return [filled[row.source] for row in rows]
 
 
-def make_row(sample: Sample, *, advantage: float | NDArray[np.floating], weight: float) -> Row:
-    """The row of a sample. `advantage` is that of all its trained tokens, or one for each; `weight` is that of each of them."""
+def without_experts(rows: Sequence[Row]) -> list[Row]:
+    """The rows without recorded experts, for a model whose routers choose by themselves."""
+    return [row if row.routed_experts is None else replace(row, routed_experts=None) for row in rows]
+
+
+def make_row(
+    sample: Sample, *, advantage: float | NDArray[np.floating], weight: float, replay_experts: bool = False
+) -> Row:
+    """The row of a sample. `advantage` is that of all its trained tokens, or one for each; `weight` is that of each of them.
+
+    Raises:
+        DataError: `replay_experts`, and no experts were recorded.
+    """
+    recorded = sample.rollout_routed_experts if replay_experts else None
+    if replay_experts and recorded is None:
+        raise DataError(
+            f"episode {sample.episode_id}, segment {sample.segment_index} has no routed experts to replay: record episodes with "
+            "--use-rollout-routing-replay, or train without it"
+        )
     length, start = len(sample.tokens), len(sample.tokens) - sample.response_length
     mask = np.zeros(length, np.float32)
     mask[start:] = sample.loss_mask
@@ -82,6 +108,7 @@ def make_row(sample: Sample, *, advantage: float | NDArray[np.floating], weight:
         rollout_log_probs=log_probs,
         temperature=np.where(mask > 0, np.float32(sample.temperature or 1.0), np.float32(1.0)).astype(np.float32),
         sampled=_sampled(sample),
+        routed_experts=None if recorded is None else recorded.array(),
         source=(sample.episode_id, sample.segment_index),
         turns=tuple(sample.turn_of),
     )

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from agentrl.core.message_images import Image
+from agentrl.core.routed_experts import RoutedExperts
 from agentrl.errors import InvariantError
 from agentrl.types import Message, Provenance, Span, Status, Trajectory, Turn
 
@@ -79,6 +80,8 @@ class Sample:
     """[response_length] of 0 and 1; None: not known yet (status PENDING)"""
     rollout_log_probs: list[float] | None = None
     """[response_length], the engine's; 0.0 where not sampled"""
+    rollout_routed_experts: RoutedExperts | None = None
+    """the experts of the first tokens in the engine (`array()`: [n, layers, topk]); None: not recorded"""
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     remove_sample: bool = False
@@ -137,6 +140,10 @@ class Sample:
             counts = [count for _, count in runs]
             if runs and (sum(counts) != length or min(counts) <= 0):
                 raise InvariantError(f"Sample.{name} covers {sum(counts)} tokens, response_length is {length}")
+        if self.rollout_routed_experts is not None and self.rollout_routed_experts.tokens > len(self.tokens):
+            raise InvariantError(
+                f"Sample.rollout_routed_experts has {self.rollout_routed_experts.tokens} entries for {len(self.tokens)} tokens"
+            )
         if self.loss_mask is not None and not set(self.loss_mask) <= {0, 1}:
             raise InvariantError("Sample.loss_mask must hold only 0 and 1")
         if self.rollout_log_probs is not None and not all(map(math.isfinite, self.rollout_log_probs)):
@@ -211,6 +218,7 @@ def segment_sample(
         reward=t.score,
         loss_mask=_expand(response, lambda s: int(s.provenance in trained and s.turn >= t.branch_turn)),
         rollout_log_probs=list(chain.from_iterable(s.log_probs or (0.0,) * len(s.ids) for s in response)),
+        rollout_routed_experts=t.segments[index].routed_experts,
         status=t.status,
         metadata=dict(t.task.metadata),
         non_generation_time=float(t.timings.get("non_generation_s", 0.0)),

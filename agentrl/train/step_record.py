@@ -49,6 +49,7 @@ def _row_record(row: Row, log_probs: Floats | None) -> dict[str, Any]:
         **({"role": role} if role else {}),
         "tokens": len(row.tokens),
         "trained": len(trained),
+        **({} if row.routed_experts is None else {"replays_experts": True}),
         "advantage": float(row.advantages[first]),
         "weight": float(row.weights[first]),
     }
@@ -90,7 +91,8 @@ def _rebuild(record: Mapping[str, Any], sample: Sample) -> Row:
     for name, array in arrays.items():
         array[trained] = record[name]
     advantage = np.array(record["advantages"]) if "advantages" in record else record["advantage"]
-    row = replace(make_row(sample, advantage=advantage, weight=record["weight"]), **arrays)
+    replay = record.get("replays_experts", False)
+    row = replace(make_row(sample, advantage=advantage, weight=record["weight"], replay_experts=replay), **arrays)
     if "role" in record:
         return replace(row, source=(role_id(record["episode_id"], record["role"]), record["segment_index"]))
     return row

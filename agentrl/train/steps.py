@@ -297,7 +297,8 @@ def _rows_of_steps(groups: Sequence[Group], compared: Compared, config: Config, 
         "normalisation": normalisation(config.train, estimator),
         "constant": config.rollout.rollout_max_response_len,
     }
-    steps = [make_rows(part, advantages, **how) for part in parts]
+    replay = config.rollout.use_rollout_routing_replay
+    steps = [make_rows(part, advantages, replay_experts=replay, **how) for part in parts]
     if (compared.data.parents < 0).all():
         return steps
     return [with_branch_weights(rows, compared, **how) for rows in steps]

@@ -32,6 +32,7 @@ def facts(*, memory_saver):
         brackets=True,
         checksums="",
         memory_saver=memory_saver,
+        routed_experts=False,
         deterministic=False,
         context_length=256,
     )

@@ -161,6 +161,20 @@ FAULTS = (
         quick=True,
     ),
     Fault(
+        "recorded experts are used for the token after theirs",
+        "train/megatron/routing.py",
+        "        layout[place] = own[: len(place)]\n",
+        "        layout[place[1:]] = own[: len(place) - 1]\n",
+        "train/test_router_replay.py::test_tokens_without_recorded_experts_and_padding_are_routed_by_the_router",
+    ),
+    Fault(
+        "rows share a prefix whatever experts were recorded",
+        "train/batch_plan.py",
+        "if all(row.routed_experts is None for row in rows):",
+        "if True:",
+        "train/test_router_replay.py::test_rows_share_a_prefix_only_where_the_same_experts_were_recorded",
+    ),
+    Fault(
         "a masked sample counts in the denominator",
         "train/rows.py",
         "used = [s for s in samples if s.episode_id in advantages and s.trained_tokens]",

@@ -193,7 +193,7 @@ async def test_the_page_and_the_export_hold_the_images(played, tmp_path):
     detail = episode_detail(record, None, None, None, recording.images)
     assert detail["images"][gone.stem] is None
     missing = next(
-        p.image for p in from_record(record, recording.images).segments[0].images if p.image.sha256 == gone.stem
+        p.image for p in from_record(record, recording.blobs).segments[0].images if p.image.sha256 == gone.stem
     )
     with pytest.raises(StoreError, match="cannot be read"):
         missing.open()

@@ -522,6 +522,7 @@ CASES = [
     Case("rollout_top_p", 0.9, sampling("top_p"), {0.9}, {"allow_truncated_sampling": True}),
     Case("rollout_top_k", 5, sampling("top_k"), {5}, {"allow_truncated_sampling": True}),
     Case("allow_truncated_sampling", True, error, None, {"rollout_top_k": 5}),
+    Case("use_rollout_routing_replay", True, error, "ConfigError", {"num_rollout": 1}),
     Case("rollout_max_response_len", 200, lambda s: s.asked()[0].sampling.max_new_tokens, 200),
     Case("rollout_max_context_len", 600, engine("context_length"), 600),
     Case("rollout_max_context_len", 600, lambda s: len(s.asked()[0].ids) + s.asked()[0].sampling.max_new_tokens, 600),

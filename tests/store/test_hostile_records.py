@@ -97,7 +97,7 @@ def test_an_image_name_that_is_not_a_hash_is_refused(tmp_path, name):
     record = json.loads(orjson.dumps(record))
     record["task"]["prompt"][0]["content"][0]["image"]["sha256"] = name
     with pytest.raises(StoreError, match="cannot be read"):
-        from_record(record, recording.images)
+        from_record(record, recording.blobs)
     assert episode_detail(record, None, None, None, recording.images)["images"] == {}
 
 
@@ -116,7 +116,7 @@ def test_a_linked_image_is_not_followed(tmp_path):
     file.symlink_to(secret)
     page = html_of(episode_detail(record, None, None, None, recording.images))
     assert "YSBzZWNyZXQ" not in page
-    (shown,) = [p["image"] for p in from_record(record, recording.images).task.prompt[0]["content"]]
+    (shown,) = [p["image"] for p in from_record(record, recording.blobs).task.prompt[0]["content"]]
     with pytest.raises(StoreError, match="cannot be read"):
         _ = shown.png
 

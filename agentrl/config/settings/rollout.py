@@ -60,6 +60,12 @@ class RolloutSettings:
     """sample from the N likeliest tokens in training; -1: off"""
     allow_truncated_sampling: bool = False
     """allow top-p and top-k in training, although the trainer's distribution then differs from the engine's"""
+    use_rollout_routing_replay: bool = False
+    """record the experts of every token in the engine, and train with them; for mixtures of experts
+
+    The trainer's routers would choose others for some tokens (router replay, R3). Their weights are the current router's. Old log-probabilities
+    and optimizer steps use the recorded experts; the reference model, teachers and the critic choose by themselves. Episodes recorded with it
+    can be trained on with `--train-only`. Needs --engine local, or SGLang 0.5.23."""
     rollout_max_response_len: Annotated[int, Field(ge=1)] = 1024
     """maximum tokens after the prompt, over all turns
 

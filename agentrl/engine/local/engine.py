@@ -45,6 +45,7 @@ class LocalEngine:
         device: of the weights and the cache.
         policy_version: of the weights in `model_dir`.
         keep_interrupted: generations that a weight update interrupts keep their tokens and continue with the new weights.
+        records_experts: return the routed experts of generations that ask for them.
         single_token_chunks: see `LocalModel`; slower, and bit-equal to the trainer's forward (train/megatron/engine_forward.py).
         timeout_s: limit of every call other than `generate`, the step in progress included.
     """
@@ -61,6 +62,7 @@ class LocalEngine:
         device: str | torch.device = "cpu",
         policy_version: int = 0,
         keep_interrupted: bool = False,
+        records_experts: bool = False,
         single_token_chunks: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
@@ -75,6 +77,7 @@ class LocalEngine:
         self._device = torch.device(device)
         self._policy_version = policy_version
         self._keep_interrupted = keep_interrupted
+        self._records_experts = records_experts
         self._single_token_chunks = single_token_chunks
         self._timeout_s = timeout_s
         self._scheduler: Scheduler | None = None
@@ -278,6 +281,7 @@ class LocalEngine:
                 dtype=self._dtype,
                 device=self._device,
                 single_token_chunks=self._single_token_chunks,
+                records_experts=self._records_experts,
             )
             self._scheduler = Scheduler(
                 model, self._max_running, self._policy_version, keep_interrupted=self._keep_interrupted

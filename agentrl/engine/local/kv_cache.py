@@ -15,8 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from agentrl.core.routed_experts import RoutedExperts
 
 BLOCK = 64
 """tokens of one block"""
@@ -104,6 +108,8 @@ class Session:
     queue: deque[Any] = field(default_factory=deque)
     """requests that wait for the active one"""
     last_used: int = 0
+    experts: list[NDArray[Any]] = field(default_factory=list)
+    """[layers, topk] for each of the first tokens: its routed experts, as they were when it was computed first; empty: not recorded"""
 
     @property
     def computed_tokens(self) -> int:
@@ -119,7 +125,7 @@ class Session:
         common = _common_prefix(self.ids, context, len(context) - 1)
         kept_chunks = bisect_right(self.chunk_ends, common)
         start = self.chunk_ends[kept_chunks - 1] if kept_chunks else 0
-        del self.ids[start:], self.chunk_ends[kept_chunks:]
+        del self.ids[start:], self.chunk_ends[kept_chunks:], self.experts[start:]
         self.computed_chunks = min(self.computed_chunks, kept_chunks)
         needed_blocks = -(-self.computed_tokens // BLOCK)
         pool.free(self.blocks[needed_blocks:])
@@ -128,6 +134,16 @@ class Session:
         self.chunk_ends.extend(range(start + max_chunk, len(context), max_chunk))
         self.chunk_ends.append(len(context))
         return self.computed_tokens
+
+    def record_experts(self, start: int, experts: NDArray[Any]) -> None:
+        """Keep the experts of the tokens from `start` on, except where they are known: tokens were sampled with these."""
+        self.experts.extend(experts[max(0, len(self.experts) - start) :])
+
+    def experts_from(self, start: int | None) -> RoutedExperts | None:
+        """The experts of the tokens from `start` on; None: not requested, or not recorded."""
+        if start is None or not self.experts:
+            return None
+        return RoutedExperts.of(np.stack(self.experts[start:]))
 
     def append(self, token: int) -> None:
         """Add a sampled token as a chunk."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -44,9 +47,17 @@ class LocalModel:
     """A causal language model of transformers that computes batches of chunks. It belongs to one thread."""
 
     def __init__(
-        self, folder: Path, *, dtype: torch.dtype, device: torch.device, single_token_chunks: bool = False
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        single_token_chunks: bool = False,
+        records_experts: bool = False,
     ) -> None:
-        """`single_token_chunks`: the tokens of a context are chunks of one token too, so that a token's numbers depend only on the ids up to it."""
+        """`single_token_chunks`: the tokens of a context are chunks of one token too, so that a token's numbers depend only on the ids up to it.
+        `records_experts`: `experts` returns those of each forward.
+        """
         AttentionInterface.register(NAME, block_attention)
         try:
             with no_progress_bar():
@@ -81,6 +92,7 @@ class LocalModel:
         """maximum tokens of a prefill chunk"""
         self.eos_ids = _eos_ids(self.model)
         """the model's end tokens"""
+        self._recorder = ExpertsRecorder(self.model) if records_experts else None
 
     def padded_size(self, tokens: int) -> int:
         """The smallest allowed number of rows for `tokens`."""
@@ -107,6 +119,10 @@ class LocalModel:
     def not_finite(self) -> list[str]:
         """The names of the parameters and buffers that hold a value that is not finite."""
         return _not_finite(dict([*self.model.named_parameters(), *self.model.named_buffers()]))
+
+    def experts(self, tokens: int) -> NDArray[Any] | None:
+        """[tokens, layers, topk]: the experts of the first tokens of the last forward; None: they are not recorded."""
+        return None if self._recorder is None else self._recorder.experts(tokens)
 
     def move(self, device: torch.device) -> None:
         """Move the weights."""
@@ -159,6 +175,31 @@ def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
     """The names of tensors with a value that is not finite: such a value shows in the smallest or the largest."""
     numbers = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     return [name for name, t in numbers.items() if not torch.stack(torch.aminmax(t)).isfinite().all()]
+
+
+class ExpertsRecorder:
+    """Keeps the experts that a model's routers chose in its last forward. Layers without experts have zeros."""
+
+    def __init__(self, model: Any) -> None:
+        """Hook into every router: the part `gate` of an MLP that has experts, whose last output is their numbers."""
+        layers = model.get_decoder().layers
+        self._layers, self._chosen = len(layers), dict[int, Tensor]()
+        for number, layer in enumerate(layers):
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.gate.register_forward_hook(partial(self._keep, number))
+
+    def _keep(self, layer: int, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+        self._chosen[layer] = output[-1]
+
+    def experts(self, tokens: int) -> NDArray[Any] | None:
+        """[tokens, layers, topk]: those of the first tokens; None: the model has no router."""
+        if not self._chosen:
+            return None
+        topk = next(iter(self._chosen.values())).shape[-1]
+        experts = np.zeros((tokens, self._layers, topk), np.uint16)
+        for layer, chosen in self._chosen.items():
+            experts[:, layer] = chosen[:tokens].cpu().numpy()
+        return experts
 
 
 def _separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

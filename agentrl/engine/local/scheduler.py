@@ -176,8 +176,12 @@ class Scheduler:
                 logits_at.append(tokens - 1)
                 sampled.append(chunk.session)
         logits = self.model.forward(chunks, self.pool, logits_at)
+        experts, start = self.model.experts(tokens), 0
         for chunk in chunks:
             chunk.session.computed_chunks += 1
+            if experts is not None:
+                chunk.session.record_experts(chunk.start, experts[start : start + chunk.tokens])
+            start += chunk.tokens
         if logits is None:
             return
         params = [s.active.sampling for s in sampled]
@@ -249,6 +253,7 @@ class Scheduler:
                 cached_tokens=request.cached_tokens,
                 versions=tuple(request.versions),
                 context_crc=ids_checksum(session.ids[: len(request.context)]),
+                routed_experts=session.experts_from(request.sampling.routed_experts_from),
             )
         )
         self._finish(session)

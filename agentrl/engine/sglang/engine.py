@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.routed_experts import RouterShape
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode
 from agentrl.engine.sglang.api import ServerApi
@@ -26,6 +27,7 @@ from agentrl.engine.sglang.protocol import (
     context_checksum,
     end_at_stop,
     must_continue,
+    read_experts,
     read_finish_reason,
     read_generation,
     read_version,
@@ -70,6 +72,7 @@ class SGLangEngine:
 
     Args:
         address: http://host:port of a server that is up when `start` is called.
+        router: what the model's routers choose from, if generations return their choices; the server must support it.
         model_dir: the model's folder, if it can be read here: new weights are compared with it before they are sent.
         context_length: maximum tokens of context and generation; None: the server's.
         policy_version: version of the weights that the server starts with.
@@ -82,6 +85,7 @@ class SGLangEngine:
         address: str,
         *,
         model_dir: Path | None = None,
+        router: RouterShape | None = None,
         context_length: int | None = None,
         policy_version: int = 0,
         timeout_s: float = 300.0,
@@ -100,6 +104,7 @@ class SGLangEngine:
         self._positions: int | None = config.get("max_position_embeddings")
         self._context_length = context_length
         self._model_dir = model_dir
+        self._router = router
         self._first_version = policy_version
         self._decode: Decode | None = None
         self._generate_timeout_s = generate_timeout_s
@@ -147,6 +152,12 @@ class SGLangEngine:
             EngineFailure: the server does not answer.
         """
         await self.api.connect()
+        if self._router is not None and not self.api.facts.routed_experts:
+            raise EngineFailure(
+                f"the server at {self.address} does not return routed experts, which --use-rollout-routing-replay records: start it with "
+                "--enable-return-routed-experts",
+                "engine: no routed experts",
+            )
         self._asleep = False
         self.starts += 1
 
@@ -198,11 +209,14 @@ class SGLangEngine:
         flight = _Flight(session)
         self._flights.add(flight)
         parts: list[Generation] = []
+        experts_from = None if self._router is None else sampling.routed_experts_from
         interrupted = False
         crc: int | None = None
         try:
             while True:
-                body = request_body(context, sampling, max_new_tokens, seeded=facts.deterministic)
+                body = request_body(
+                    context, sampling, max_new_tokens, seeded=facts.deterministic, experts_from=experts_from
+                )
                 if crc is None:
                     crc = context_checksum(body["input_ids"], self.vocab_size)
                 response = await self._send(flight, add_images(body, images) if images else body)
@@ -213,6 +227,10 @@ class SGLangEngine:
                 check_prompt(response, context, self.address, images=bool(images))
                 part = read_generation(response, self._first_version, self.address, self.vocab_size, context_crc=crc)
                 self._check_version(part, flight)
+                if experts_from is not None and self._router is not None:
+                    tokens = len(context) + len(part.ids) - 1 - experts_from
+                    part = replace(part, routed_experts=read_experts(response, self._router, tokens, self.address))
+                    experts_from += 0 if part.routed_experts is None else tokens
                 if interrupted and sampling.stop and self._decode is not None:
                     part = end_at_stop(parts, part, sampling.stop, self._decode)
                     aborted = part.finish_reason is FinishReason.ABORT

@@ -31,6 +31,8 @@ class LaunchSpec:
     first_gpu: int = 0
     memory_saver: bool = False
     """the servers will sleep (colocated)"""
+    routed_experts: bool = False
+    """the servers return the experts of tokens"""
     args: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's flags by name without leading dashes; True: a flag without a value, False: omitted"""
 
@@ -122,6 +124,7 @@ def command_line(
         "port": port,
         "tp-size": spec.gpus_per_engine,
         "skip-server-warmup": True,
+        "enable-return-routed-experts": spec.routed_experts,
     }
     if gpus():
         flags |= {

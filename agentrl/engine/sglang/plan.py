@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from agentrl.config import Config, EngineSettings
 from agentrl.core.ports import free_port
+from agentrl.core.routed_experts import RouterShape
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import Installation, find_installation, gpus
@@ -36,12 +37,17 @@ class ServerPlan:
     spec: LaunchSpec | None = None
     ray_address: str | None = None
     """the ray cluster on which the servers start; None: this machine"""
+    router: RouterShape | None = None
+    """what the model's routers choose from, if their choices are recorded"""
     patience_s: float = 600.0
     """how long a generation waits for a ready server"""
 
 
-def plan_servers(config: Config, model: Path, context_length: int, *, trains: bool) -> ServerPlan:
+def plan_servers(
+    config: Config, model: Path, context_length: int, *, trains: bool, router: RouterShape | None = None
+) -> ServerPlan:
     """Check everything that can be known before a server starts. `trains`: there is a trainer, which needs GPUs and sends weights.
+    `router`: see `ServerPlan.router`.
 
     Raises:
         ConfigError: the servers could not start, or the trainer could not reach them.
@@ -56,7 +62,9 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
             raise ConfigError(
                 "--sglang-… flags apply to servers that agentrl starts; external servers have their own: omit the flags"
             )
-        return ServerPlan(model=model, context_length=context_length, addresses=addresses, patience_s=patience_s)
+        return ServerPlan(
+            model=model, context_length=context_length, addresses=addresses, router=router, patience_s=patience_s
+        )
     installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
     gpu_count = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
     if gpu_count % e.rollout_num_gpus_per_engine:
@@ -72,6 +80,7 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
         gpus_per_engine=e.rollout_num_gpus_per_engine,
         first_gpu=ranks if trains and not e.colocate else 0,
         memory_saver=e.colocate,
+        routed_experts=router is not None,
         args=config.sglang,
     )
     check_spec(spec, installation, here=e.ray_address is None)
@@ -83,6 +92,7 @@ def plan_servers(config: Config, model: Path, context_length: int, *, trains: bo
         installation=installation,
         spec=spec,
         ray_address=e.ray_address,
+        router=router,
         patience_s=patience_s,
     )
 
@@ -168,7 +178,7 @@ def on_gpus(plan: ServerPlan) -> bool:
 
 
 def _engine(address: str, plan: ServerPlan) -> SGLangEngine:
-    return SGLangEngine(address, model_dir=plan.model, context_length=plan.context_length)
+    return SGLangEngine(address, model_dir=plan.model, context_length=plan.context_length, router=plan.router)
 
 
 def _address(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import math
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.routed_experts import RoutedExperts, RouterShape, joined
 from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams, Speculation
 from agentrl.engine.sampling import Decode, StopFinder
@@ -45,6 +47,8 @@ class ServerFacts:
     """kind of checksum (train/megatron/delivery/server_checksums.py) that /weights_checker returns; empty: none that can be compared"""
     memory_saver: bool
     """memory can be released and resumed"""
+    routed_experts: bool
+    """the experts of tokens are returned where a request asks for them"""
     deterministic: bool
     context_length: int | None
     """the longest context that leaves space for a token is one shorter"""
@@ -81,6 +85,7 @@ class ServerFacts:
             brackets="/begin_weight_update" in paths if paths else _at_least(version, (0, 5, 23)),
             checksums=_CHECKSUMS.get(device, "") if comparable else "",
             memory_saver=bool(info.get("enable_memory_saver")),
+            routed_experts=bool(info.get("enable_return_routed_experts")),
             deterministic=bool(info.get("enable_deterministic_inference")),
             context_length=min(lengths, default=None),
         )
@@ -103,8 +108,10 @@ def _at_least(version: str, minimum: tuple[int, ...]) -> bool:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def request_body(ids: list[int], sampling: SamplingParams, max_new_tokens: int, *, seeded: bool) -> dict[str, Any]:
-    """The body of /generate: ids in, ids and log-probs out, nothing trimmed."""
+def request_body(
+    ids: list[int], sampling: SamplingParams, max_new_tokens: int, *, seeded: bool, experts_from: int | None = None
+) -> dict[str, Any]:
+    """The body of /generate: ids in, ids and log-probs out, nothing trimmed. `experts_from`: the first token whose experts are returned."""
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
@@ -122,7 +129,10 @@ def request_body(ids: list[int], sampling: SamplingParams, max_new_tokens: int, 
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if seeded:
         params["sampling_seed"] = sampling.seed & 0x7FFFFFFF
-    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
+    body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
+    if experts_from is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+    return body
 
 
 def add_images(body: dict[str, Any], images: Sequence[PlacedImage]) -> dict[str, Any]:
@@ -343,6 +353,32 @@ def _read_tokens(response: Mapping[str, Any], where: str) -> tuple[tuple[int, ..
     return ids, log_probs
 
 
+def read_experts(response: Mapping[str, Any], router: RouterShape, tokens: int, address: str) -> RoutedExperts | None:
+    """The experts of `tokens` tokens; None: the response has none.
+
+    Raises:
+        EngineFailure: they are of other tokens, or not those of this model.
+    """
+    where, encoded = f"{address}/generate", response["meta_info"].get("routed_experts")
+    if encoded is None:
+        return None
+    try:
+        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
+    except (TypeError, ValueError) as e:
+        raise malformed(where, f"routed_experts {encoded!r:.60}") from e
+    each = router.layers * router.topk
+    if len(numbers) != tokens * each:
+        raise EngineFailure(
+            f"{where} returned {len(numbers)} routed experts, expected {tokens} tokens × {router.layers} layers × {router.topk}; "
+            "is the server's model the trained one?",
+            "engine: routed experts differ",
+        )
+    experts = numbers.reshape(tokens, router.layers, router.topk)
+    if fault := router.fault(experts):
+        raise EngineFailure(f"{where} returned routed experts that are wrong: {fault}", "engine: routed experts differ")
+    return RoutedExperts.of(experts)
+
+
 def must_continue(part: Generation, sampling: SamplingParams) -> bool:
     """Whether the server stopped at the model's end token although the request ignores it, since it has other stop tokens."""
     at_token = part.finish_reason is FinishReason.STOP and isinstance(part.matched_stop, int)
@@ -370,6 +406,7 @@ def concatenate(parts: list[Generation]) -> Generation:
         policy_version=last.policy_version,
         cached_tokens=parts[0].cached_tokens,
         speculation=Speculation(*map(sum, zip(*told, strict=True))) if told else None,
+        routed_experts=joined([p.routed_experts for p in parts if p.routed_experts is not None]),
         context_crc=parts[0].context_crc,
         versions=tuple(versions) if len(versions) > 1 else (),
     )
@@ -382,7 +419,7 @@ def end_at_stop(parts: Sequence[Generation], part: Generation, stop: Sequence[st
     after it is removed: a server that had not been interrupted would have stopped there.
     """
     ids = [i for earlier in parts for i in earlier.ids]
-    finder = StopFinder(stop, decode)
+    finder, experts = StopFinder(stop, decode), part.routed_experts
     for count, token in enumerate(part.ids, 1):
         ids.append(token)
         matched = finder.find(ids)
@@ -394,6 +431,7 @@ def end_at_stop(parts: Sequence[Generation], part: Generation, stop: Sequence[st
                 finish_reason=FinishReason.STOP,
                 matched_stop=matched,
                 versions=_first_tokens(part.versions, count),
+                routed_experts=experts and experts[: experts.tokens - (len(part.ids) - count)],
             )
     return part
 

@@ -1,7 +1,7 @@
 """Mixtures of experts without Transformer Engine: the matrices of a rank's experts, and the router, for megatron-core's MoELayer.
 
-megatron-core routes, dispatches and combines (all-to-all over the expert-parallel ranks). Routing is a function of a token's hidden state, so a
-token that several rows of a tree share has the same experts in each of them.
+megatron-core routes, dispatches and combines (all-to-all over the expert-parallel ranks). Routing is a function of a token's hidden state, or
+recorded (routing.py); a token that several rows of a tree share has the same experts in each of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -19,7 +19,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+
+from agentrl.train.megatron.routing import RecordedChoice, RoutingPlan
 
 ALIGNMENT = 16
 """bytes to which torch's grouped product wants the rows of its matrices aligned"""
@@ -99,10 +102,8 @@ def grouped_product(tokens: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 class ExpertRouter(TopKRouter):
     """megatron's router, with a bias that stays in fp32, and a load-balancing loss that counts every token of a tree once and padding never."""
 
-    share = 1.0
-    """weight of one micro-batch of one rank in the load-balancing loss of a step: 1 / (micro-batches · data-parallel ranks)"""
-    valid: Tensor
-    """[s] bool: the tokens of the next forward pass, on this rank, that are not padding"""
+    plan: RoutingPlan
+    """of the micro-batch that is computed, or computed again; see `Mixture`"""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move, but do not convert, the bias and the counts that change it."""
@@ -120,6 +121,13 @@ class ExpertRouter(TopKRouter):
         """Logits [s, 1, E] in fp32 (megatron's own function needs Transformer Engine)."""
         return F.linear(input.float(), self.weight.float())
 
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights [s, E] and the map of the chosen experts: those that were recorded, where there are some."""
+        recorded = self.plan.recorded
+        self.router_replay = None if recorded is None else RecordedChoice(recorded[self.layer_number - 1])
+        result: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
+        return result
+
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
@@ -131,20 +139,58 @@ class ExpertRouter(TopKRouter):
         Each rank contributes the part of P_i that comes from its tokens.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
-        valid = self.valid[:, None]
+        valid = self.plan.valid[:, None]
         chosen = (routing_map & valid).sum(0, dtype=torch.float32)
         torch.distributed.all_reduce(chosen, group=self.tp_cp_group)
         tokens = (chosen.sum() / self.topk).clamp(min=1)
         fractions = chosen / (tokens * self.topk)
         means = (scores_for_aux_loss * valid).sum(0) / tokens
         loss = coefficient * self.num_experts * (fractions * means).sum()
-        weighted: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * self.share)
+        weighted: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * self.plan.share)
         return weighted
 
 
+class Mixture(MoELayer):
+    """megatron's layer of experts, whose router has the plan of the micro-batch also where activations are computed again.
+
+    With pipeline parallelism other micro-batches have passed since.
+    """
+
+    plan: RoutingPlan
+    moe_layer_recompute: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[s, 1, h] -> [s, 1, h]."""
+        plan = self.plan
+
+        def compute(x: Tensor) -> tuple[Tensor, None]:
+            self.router.plan = plan
+            result: tuple[Tensor, None] = super(Mixture, self).forward(x)
+            return result
+
+        if not self._recomputes:
+            return compute(hidden_states)
+        output: Tensor = checkpoint(lambda x: compute(x)[0], False, hidden_states)
+        return output, None
+
+
+class MixtureLayer(TransformerLayer):
+    """A transformer layer with experts. megatron passes the plan of a micro-batch to layers, not to their parts."""
+
+    def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """See megatron's layer; `packed_seq_params` is an `AttentionPlan` with a routing plan."""
+        self.mlp.plan = packed_seq_params.routing
+        result: tuple[Tensor, Tensor | None] = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return result
+
+
 def mixture_spec() -> ModuleSpec:
-    """The MLP of a layer with experts."""
+    """The MLP of a `MixtureLayer`."""
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linear)
     submodules = MoESubmodules(router=ExpertRouter, experts=GroupedExperts, shared_experts=shared)
-    return ModuleSpec(module=MoELayer, submodules=submodules)
+    return ModuleSpec(module=Mixture, submodules=submodules)

@@ -133,8 +133,9 @@ def layer_spec(config: Any, model: ModelConfig, layer: int) -> Any:
     if model.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormedAdd, params={"config": config})
     if model.has_experts(layer):
-        from agentrl.train.megatron.experts import mixture_spec
+        from agentrl.train.megatron.experts import MixtureLayer, mixture_spec
 
+        spec.module = MixtureLayer
         parts.mlp = mixture_spec()
     return spec
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from agentrl.train.attention_blocks import attention_calls
 from agentrl.train.base import OPTIONAL_INPUTS, Row
-from agentrl.train.batch_plan import padded_length
+from agentrl.train.batch_plan import padded_length, prefix_keys
 from agentrl.train.megatron.gpu_kernels import to_device
 from agentrl.train.megatron.loss import TokenData
+from agentrl.train.megatron.routing import RoutingPlan, recorded_experts
 from agentrl.train.megatron.tree_attention import AttentionPlan, attention_plan, context_ranges
 from agentrl.train.token_tree import Path, token_tree
 
@@ -32,8 +33,7 @@ class MicroBatch:
     """[1, s] int64: token ids; 0 is padding"""
     positions: Tensor
     """[s] int64: position of each token in its row"""
-    valid: Tensor
-    """[s] bool: the tokens that are not padding"""
+    routing: RoutingPlan
     attention: AttentionPlan
     index: Tensor
     """[u] int64: the tokens of `inputs` from which the predictions are made"""
@@ -57,6 +57,7 @@ def collate(
     tree: bool = True,
     multiple: int = 1,
     context: tuple[int, int] = (0, 1),
+    share: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
     """Pack rows into a micro-batch.
@@ -67,9 +68,10 @@ def collate(
         tree: compute a prefix that rows share once.
         multiple: the number of tokens of all context-parallel ranks is a multiple of this.
         context: rank and size of the context-parallel group.
+        share: see `RoutingPlan.share`.
         device: the device of the tensors.
     """
-    layout = token_tree([r.tokens[:-1] for r in rows], share=tree)
+    layout = token_tree([keys[:-1] for keys in prefix_keys(rows)], share=tree)
     used = len(layout.tokens)
     length = padded_length(used, multiple)
     paths = list(layout.paths)
@@ -90,11 +92,15 @@ def collate(
     def packed(array: np.ndarray) -> Tensor:
         return tensor(np.pad(array, (0, length - used))[mine], np.int64)
 
+    tokens = np.zeros(used, np.int64)
+    for row, where in zip(rows, layout.rows, strict=True):
+        tokens[where] = row.tokens[:-1]
+    recorded = recorded_experts(rows, layout.rows, length, mine, device)
     index, labels, temperature, prediction = _predictions(rows, chosen, here, places)
     return MicroBatch(
-        inputs=packed(layout.tokens)[None],
+        inputs=packed(tokens)[None],
         positions=packed(layout.positions),
-        valid=tensor(mine < used, np.bool_),
+        routing=RoutingPlan(valid=tensor(mine < used, np.bool_), share=share, recorded=recorded),
         attention=attention_plan(attention_calls(paths, local), local, device),
         index=tensor(index, np.int64),
         labels=tensor(labels, np.int64),

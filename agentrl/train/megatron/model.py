@@ -7,7 +7,7 @@ precision, sums instead of means). Contradictions are refused.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from agentrl.train.megatron.experts import ExpertRouter
 from agentrl.train.megatron.families import check_names, conversions
 from agentrl.train.megatron.gpu_kernels import use_fused_adam
 from agentrl.train.megatron.hf_weights import (
@@ -67,7 +66,6 @@ class PolicyModel(GPTModel):
         self.rotary_pos_emb.inv_freq = frequencies(rope, rope.channels or self.config.kv_channels).to(device)
         if self.post_process and critic:
             self.output_layer = ValueHead(self.config)
-        self._routers = [m for m in self.modules() if isinstance(m, ExpertRouter)]
         self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
 
     @property
@@ -79,17 +77,12 @@ class PolicyModel(GPTModel):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Hidden states: [u, h] of the predictions on the last pipeline stage, [s, 1, h] on the others."""
         self._chosen = batch.index
-        for router in self._routers:
-            router.valid = self._own_part(batch.valid)
         self.rotary_pos_emb.positions = batch.positions
-        return super().forward(batch.inputs, None, None, packed_seq_params=batch.attention)
-
-    def _own_part(self, x: Tensor) -> Tensor:
-        """Of tokens [s], those of this sequence-parallel rank."""
-        if not self._gathers:
-            return x
-        group = parallel_state.get_tensor_model_parallel_group()
-        return x.chunk(group.size())[group.rank()]
+        routing = batch.routing
+        if self._gathers:
+            group = parallel_state.get_tensor_model_parallel_group()
+            routing = routing.part(group.rank(), group.size())
+        return super().forward(batch.inputs, None, None, packed_seq_params=replace(batch.attention, routing=routing))
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:

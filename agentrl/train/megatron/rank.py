@@ -24,7 +24,6 @@ from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import checkpoint
 from agentrl.train.megatron.delivery.sender import Sender
 from agentrl.train.megatron.engine_forward import EngineForward
-from agentrl.train.megatron.experts import ExpertRouter
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather
 from agentrl.train.megatron.log_probs import VocabShard, token_log_probs
 from agentrl.train.megatron.loss import token_loss
@@ -217,6 +216,7 @@ class TrainerRank:
                 tree=self.tree_packing,
                 multiple=multiple,
                 context=self.context,
+                share=1 / (len(parts) * parallel_state.get_data_parallel_world_size()),
                 device=self.device,
             )
             for part in parts
@@ -247,7 +247,6 @@ class TrainerRank:
         built.wrapped.train()
         built.wrapped.zero_grad_buffer()
         built.optimizer.zero_grad()
-        ExpertRouter.share = 1 / (len(share[1]) * parallel_state.get_data_parallel_world_size())
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
         def after(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.train.base import Row
+from agentrl.train.batch_plan import prefix_keys
 from agentrl.train.megatron.model_config import ModelConfig
 from agentrl.train.token_tree import common_prefixes, lexicographic_order
 
@@ -75,7 +76,7 @@ def plan_work(rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], *, t
         return row_work(rows)
     tokens, keys = 0, 0
     for part in (part for parts in plan for part in parts):
-        inputs = [rows[i].tokens[:-1] for i in part]
+        inputs = [keys[:-1] for keys in prefix_keys([rows[i] for i in part])]
         inputs = [inputs[i] for i in lexicographic_order(inputs)]
         for row, above in zip(inputs, common_prefixes(inputs), strict=True):
             tokens += len(row) - above

@@ -15,6 +15,7 @@ import numpy as np
 
 from agentrl.core.atomic_write import new_folder
 from agentrl.core.ports import free_port
+from agentrl.core.routed_experts import RouterShape
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreError
@@ -26,6 +27,7 @@ from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup, WrittenFile
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics
 from agentrl.train.megatron.throughput import mfu, plan_work, row_work
+from agentrl.train.rows import without_experts
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 START_TIMEOUT_S = 600.0
@@ -127,17 +129,21 @@ class MegatronTrainer:
 
     def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
         """See `Trainer.log_probs`."""
+        if reference:  # another model, whose routers choose other experts
+            rows = without_experts(rows)
         plan = self._plan("log_probs", rows)
         results = self._request_shares("log_probs", rows, plan, reference=reference, trained_only=trained_only)
         return self._by_row(rows, plan, results, trained_only=trained_only)
 
     def values(self, rows: Sequence[Row]) -> list[Floats]:
         """See `Critic.values`."""
-        return self.log_probs(rows, trained_only=True)
+        return self.log_probs(without_experts(rows), trained_only=True)
 
     def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
         """See `Trainer.step`; a critic returns no log-probs."""
         _check_loss(rows, loss)
+        if loss.kind == "value":
+            rows = without_experts(rows)
         plan = self._plan("step", rows)
         started = time.perf_counter()
         results = self._request_shares("step", rows, plan, loss=loss, lr=lr, profile=profile)
@@ -245,6 +251,7 @@ class MegatronTrainer:
     def _plan(self, command: str, rows: Sequence[Row]) -> list[list[list[int]]]:
         if not rows:
             raise InvariantError(f"{command}: the batch is empty")
+        _check_experts(rows, self._shape.router)
         return trainer_plan(self, rows)
 
     def _request_shares(
@@ -325,6 +332,21 @@ def _check_loss(rows: Sequence[Row], loss: LossConfig) -> None:
             raise InvariantError(
                 f"the {loss.kind} loss needs {name} (kl_loss_coef {loss.kl_loss_coef}), but no row has them"
             )
+
+
+def _check_experts(rows: Sequence[Row], router: RouterShape | None) -> None:
+    """Refuse recorded experts that only some rows have, or that are not this model's, before any rank receives them."""
+    recorded = [row for row in rows if row.routed_experts is not None]
+    if not recorded:
+        return
+    if len(recorded) < len(rows):
+        raise InvariantError(f"{len(recorded)} of {len(rows)} rows have routed experts; all or none must")
+    if router is None:
+        raise InvariantError(f"{recorded[0].place(0)}: it has routed experts, but the model is dense")
+    for row in recorded:
+        assert row.routed_experts is not None
+        if fault := router.fault(row.routed_experts):
+            raise InvariantError(f"{row.place(0)}: its routed experts are not those of this model: {fault}")
 
 
 def _name_files(folder: Path, files: Sequence[WrittenFile]) -> None:

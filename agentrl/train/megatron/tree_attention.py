@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from agentrl.train.attention_blocks import Call, Range
 from agentrl.train.megatron.attention_kernels import Kernel, Sequences, kernel_for
 from agentrl.train.megatron.gpu_kernels import to_device
+from agentrl.train.megatron.routing import RoutingPlan
 
 Place = slice | Tensor
 """Where some tokens are in a packed tensor: one range, or their indices"""
@@ -48,6 +49,8 @@ class AttentionPlan:
     qkv_format: str = "tree"
     """not 'thd': megatron then leaves queries, keys and positions as they are"""
     cp_group: Any = None
+    routing: RoutingPlan | None = None
+    """for layers with experts (experts.py)"""
 
 
 def attention_plan(calls: Sequence[Call], local: Sequence[Range], device: torch.device | str) -> AttentionPlan:

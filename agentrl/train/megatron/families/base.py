@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.routed_experts import RouterShape
 from agentrl.errors import ConfigError
 
 Tensors = Mapping[str, tuple[str, ...]]
@@ -131,6 +132,19 @@ class ModelConfig:
     def experts(self) -> int:
         """Experts of a layer; 0: a dense model."""
         return int(self.transformer.get("num_moe_experts") or 0)
+
+    @property
+    def router(self) -> RouterShape | None:
+        """What the routers choose from; None: a dense model."""
+        if not self.experts:
+            return None
+        layers = int(self.transformer["num_layers"])
+        return RouterShape(
+            layers=layers,
+            experts=self.experts,
+            topk=int(self.transformer["moe_router_topk"]),
+            mixtures=tuple(filter(self.has_experts, range(layers))),
+        )
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of a layer (from 0) is a mixture of experts."""
