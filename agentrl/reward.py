@@ -195,7 +195,7 @@ class Scorer:
         if trajectory.roles:
             return _with_sides(trajectory, [await self.score(trajectory.of_role(role)) for role in trajectory.roles])
         values, weights = dict(trajectory.rewards), dict(trajectory.weights)
-        given = self._with_own(trajectory) if self.single else trajectory
+        given = self._with_own(trajectory) if self.single or self.judgements else trajectory
         for r in self.single:
             with boundary(RewardFailure, f"reward {r.name}"):
                 out = await self.pool.call(r.fn, given, timeout_s=r.timeout_s)

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from agentrl.core.chat_answers import answer_text
 from agentrl.core.rate_limit import RateLimit
 from agentrl.errors import ConfigError, ContractError, InfraError, shown
 from agentrl.tool import check_limit
@@ -180,9 +181,9 @@ class ChatJudge(Service):
         }
         answer = await self.ask(trajectory, f"{self.url.rstrip('/')}/chat/completions", request)
         try:
-            text = str(answer["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError) as e:
-            raise RuntimeError(f"{self.url}: not an answer of Chat Completions: {shown(answer, 200)}") from e
+            text = answer_text(answer)
+        except ValueError as e:
+            raise RuntimeError(f"{self.url}: {e}") from e
         return self.read(text)
 
 

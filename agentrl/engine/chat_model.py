@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from agentrl.core.chat_answers import answer_text
 from agentrl.errors import ConfigError, InfraError, shown
 from agentrl.types import Message
 
@@ -48,12 +49,9 @@ class ChatModel:
         body = {"model": self._model, "messages": list(messages), "seed": seed % (1 << 31), **self._sampling}
         answer = await self._request("POST", "chat/completions", self._timeout_s, json=body)
         try:
-            text = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise InfraError(f"{self.address} returned no message with text: {shown(answer, 200)}")
-        return text
+            return answer_text(answer)
+        except ValueError as e:
+            raise InfraError(f"{self.address}: {e}") from e
 
     async def check(self, flag: str) -> None:
         """Ask the server whether it serves the model. `flag`: names the player in messages.

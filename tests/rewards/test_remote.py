@@ -83,6 +83,7 @@ async def test_a_pause_that_the_server_names_is_kept():
     ((401, "no key", {}), 1, "refuses the request: HTTP 401: no key"),
     ((200, "<html>", {}), 1, "other than JSON"),
     ((200, {"error": "x"}, {}), 1, "not an answer of Chat Completions"),
+    ((200, chat(None), {}), 1, "not an answer of Chat Completions with a message of text"),
     ((200, chat("who knows"), {}), 1, "holds no number"),
 ])  # fmt: skip
 async def test_without_a_judgement_the_episode_is_not_scored(answer, requests, message):
