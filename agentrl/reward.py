@@ -119,6 +119,7 @@ def _only_reward(module: Any) -> Any:
 REWARDS = Registry(
     "reward",
     {
+        "code": "agentrl.rewards.code_tests:code",
         "em": "agentrl.rewards.answers:em",
         "f1": "agentrl.rewards.answers:f1",
         "math": "agentrl.rewards.math_answers:math_correct",
