@@ -1,12 +1,12 @@
 """The CPU time of a turn at the gateway, beside a proxy that forwards bytes without reading them; and the memory of open sessions.
 
-    python benchmarks/gateway.py [--concurrent 256] [--turns 8] [--rounds 3] [--sessions 10000]
+    python benchmarks/gateway.py [--concurrent 256] [--turns 8] [--rounds 3] [--sessions 10000] [--stream]
 
 The clients run in a process of their own, whose time is not counted. Each plays a tool loop of chat completions: a turn adds a call and a result
 of 400 characters. The proxy is an aiohttp server and an aiohttp client in one process; what it forwards to answers with as many bytes as the
-gateway does. The gateway parses, matches, renders and records; its engine returns a fixed generation in the same process, so that the cost
-of a request to an engine (benchmarks/overhead) is not in its figure. Rounds of both alternate while `--sessions` other sessions are open; the
-figures are medians, the ratio that of the rounds' ratios.
+gateway does. With `--stream` all answers are server-sent events, which the proxy forwards as they come. The gateway parses, matches, renders and
+records; its engine returns a fixed generation in the same process, so that the cost of a request to an engine (benchmarks/overhead) is not in its
+figure. Rounds of both alternate while `--sessions` other sessions are open; the figures are medians, the ratio that of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from result_record import result_record
 from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import Generation, SamplingParams
 from agentrl.gateway import AgentEnv
-from agentrl.gateway.server import GatewayServer
+from agentrl.gateway.openai_chat import CHAT
+from agentrl.gateway.protocol import ModelRequest, Reply
+from agentrl.gateway.server import GatewayServer, event_bytes
 from agentrl.gateway.session import GatewaySession
 from agentrl.render import Tokenizer, make_renderer
 from agentrl.reward import Scorer
 from agentrl.rollout.env_instance import ThreadPools
 from agentrl.rollout.episode import Episode, EpisodeRunner, Limits
 from agentrl.rollout.rollout import infrequent_gc
-from agentrl.types import EpisodeSpec, FinishReason, Task
+from agentrl.types import EpisodeSpec, FinishReason, Task, ToolCall
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
@@ -81,57 +83,57 @@ def make_runner() -> EpisodeRunner:
 # -- clients, in a process of their own ------------------------------------------------------------------------------------
 
 
-def play_clients(pipe: Any, turns: int) -> None:
-    asyncio.run(_clients(pipe, turns))
+def play_clients(pipe: Any, turns: int, stream: bool = False) -> None:
+    asyncio.run(_clients(pipe, turns, stream))
 
 
-async def _clients(pipe: Any, turns: int) -> None:
-    upstream = await serve_upstream()
+async def _clients(pipe: Any, turns: int, stream: bool) -> None:
+    upstream = await serve_upstream(stream)
     pipe.send(upstream)
     while (job := await asyncio.to_thread(pipe.recv)) is not None:
         url, keys = job
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            sizes = await asyncio.gather(*(_episode(session, url, key, turns) for key in keys))
+            sizes = await asyncio.gather(*(_episode(session, url, key, turns, stream) for key in keys))
         pipe.send(max(sizes))
 
 
-async def _episode(session: aiohttp.ClientSession, url: str, key: str, turns: int) -> int:
+async def _episode(session: aiohttp.ClientSession, url: str, key: str, turns: int, stream: bool) -> int:
     messages: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
     size = 0
     for _ in range(turns):
-        body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
+        asked = {"model": "policy", "messages": messages, "tools": [TOOL], **({"stream": True} if stream else {})}
+        body = json.dumps(asked).encode()
         async with session.post(f"{url}/v1/chat/completions", data=body, headers={"x-api-key": key}) as response:
             answer = await response.read()
             response.raise_for_status()
         size = len(answer)
-        message = json.loads(answer)["choices"][0]["message"]
+        message = _streamed(answer) if stream else json.loads(answer)["choices"][0]["message"]
         messages.append(message)
         messages += [{"role": "tool", "tool_call_id": c["id"], "content": RESULT} for c in message["tool_calls"]]
     return size
 
 
-async def serve_upstream() -> str:
-    """What the proxy forwards to: one answer of a gateway's form."""
-    call = {
-        "id": "call_0_0",
-        "type": "function",
-        "function": {"name": "search", "arguments": '{"query":"the capital of France"}'},
-    }
-    message = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
-    usage = {
-        "prompt_tokens": 100,
-        "completion_tokens": 30,
-        "total_tokens": 130,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    head = {"id": "chatcmpl-0", "object": "chat.completion", "created": 1700000000, "model": "policy"}
-    body = json.dumps({**head, "choices": [choice], "usage": usage}, separators=(",", ":")).encode()
+def _streamed(answer: bytes) -> dict[str, Any]:
+    """The message of a stream, which makes one call."""
+    chunks = [json.loads(line[6:]) for line in answer.decode().split("\n\n") if line[6:].startswith("{")]
+    begun, arguments = (c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ()))
+    call = {"id": begun["id"], "type": "function", "function": {**begun["function"], **arguments["function"]}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+async def serve_upstream(stream: bool) -> str:
+    """What the proxy forwards to: one answer of the gateway's form."""
+    call = ToolCall("search", {"query": "the capital of France"}, "call_0_0")
+    asked = ModelRequest(protocol="chat", model="policy", messages=[], stream=stream)
+    reply = Reply(text="", calls=(call,), finish="tool_calls", prompt_tokens=100, completion_tokens=30)
+    body = json.dumps(CHAT.write(asked, [reply]), separators=(",", ":")).encode()
+    if stream:
+        body = b"".join(map(event_bytes, CHAT.events(asked, [reply])))
 
     async def answer(request: web.BaseRequest) -> web.Response:
         await request.read()
-        return web.Response(body=body, content_type="application/json")
+        return web.Response(body=body, content_type="text/event-stream" if stream else "application/json")
 
     return await _serve(answer)
 
@@ -146,14 +148,23 @@ async def _serve(handler: Any) -> str:
 # -- the servers under test ------------------------------------------------------------------------------------------------
 
 
-async def proxy(upstream: str, session: aiohttp.ClientSession) -> str:
-
+async def proxy(upstream: str, session: aiohttp.ClientSession, stream: bool = False) -> str:
     async def forward(request: web.BaseRequest) -> web.Response:
         body = await request.read()
         async with session.post(upstream + request.path, data=body, headers={"x-api-key": "k"}) as response:
             return web.Response(body=await response.read(), content_type="application/json")
 
-    return await _serve(forward)
+    async def forward_stream(request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        async with session.post(upstream + request.path, data=body, headers={"x-api-key": "k"}) as response:
+            answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await answer.prepare(request)
+            async for chunk in response.content.iter_any():
+                await answer.write(chunk)
+            await answer.write_eof()
+            return answer
+
+    return await _serve(forward_stream if stream else forward)
 
 
 def open_sessions(server: GatewayServer, runner: EpisodeRunner, count: int) -> list[tuple[str, GatewaySession]]:
@@ -176,10 +187,11 @@ async def cpu_per_turn(pipe: Any, url: str, keys: list[str], turns: int) -> tupl
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     pipe, theirs = multiprocessing.Pipe()
-    clients = multiprocessing.get_context("spawn").Process(target=play_clients, args=(theirs, args.turns), daemon=True)
+    job = (theirs, args.turns, args.stream)
+    clients = multiprocessing.get_context("spawn").Process(target=play_clients, args=job, daemon=True)
     clients.start()
     http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    proxy_url = await proxy(await asyncio.to_thread(pipe.recv), http)
+    proxy_url = await proxy(await asyncio.to_thread(pipe.recv), http, args.stream)
     runner, server = make_runner(), GatewayServer()
     await server.start()
     held, sessions = await memory(pipe, server, runner, args)  # first, while no memory is free to be used again
@@ -234,13 +246,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("concurrent", 256), ("turns", 8), ("rounds", 3), ("sessions", 10000)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--stream", action="store_true", help="answers as server-sent events")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
     result = asyncio.run(measure(args))
     for name, value in result.items():
         print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if args.out:
-        options = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k != "out")
+        options = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k not in ("out", "stream"))
+        options += " --stream" * args.stream
         record = result_record(
             "CPU of a turn at the gateway / of a raw aiohttp proxy",
             round(result["ratio"], 3),

@@ -36,16 +36,13 @@ def normal_messages(value: Any, *, arrow: bool = False, before: Sequence[Message
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"expected a list of messages with role and content, found {_found(value)}")
     messages = list(before)
-    calls: list[dict[str, Any]] = [call for message in before for call in message.get("tool_calls", ())]
-    """the calls so far, in order"""
     for number, item in enumerate(value, len(before)):
         try:
-            message = _message(item, len(calls), arrow)
+            message = _message(item, messages, arrow)
             if message["role"] == "tool":
-                _name_result(message, calls, messages)
+                _name_result(message, messages)
         except DataError as e:
             raise DataError(f"message {number}: {e}") from e
-        calls += message.get("tool_calls", ())
         messages.append(message)
     return tuple(messages[len(before) :])
 
@@ -93,7 +90,7 @@ def _tool(item: Any, where: str, arrow: bool) -> dict[str, Any]:
     return {**item, "type": item.get("type") or "function", "function": dict(function)}
 
 
-def _message(item: Any, calls_before: int, arrow: bool) -> Message:
+def _message(item: Any, earlier: Sequence[Message], arrow: bool) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"expected an object with role and content, found {_found(item)}")
     message = {k: v for k, v in item.items() if v is not None}
@@ -112,7 +109,7 @@ def _message(item: Any, calls_before: int, arrow: bool) -> Message:
         if not isinstance(calls, (list, tuple)):
             raise DataError(f"tool_calls must be a list, found {_found(calls)}")
         message["tool_calls"] = [
-            _call(call, f"tool_calls[{number}]", calls_before + number, arrow) for number, call in enumerate(calls)
+            _call(call, f"tool_calls[{number}]", earlier, number, arrow) for number, call in enumerate(calls)
         ]
     for key in ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id"):
         if key in message and not isinstance(message[key], str):
@@ -157,7 +154,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     raise DataError(f'{where} must be {{"type": "text", "text": …}} or an image, found {_found(part)}')
 
 
-def _call(call: Any, where: str, number: int, arrow: bool) -> dict[str, Any]:
+def _call(call: Any, where: str, earlier: Sequence[Message], number: int, arrow: bool) -> dict[str, Any]:
     if isinstance(call, str):
         call = _parsed(call, where)
     if not isinstance(call, Mapping):
@@ -175,7 +172,7 @@ def _call(call: Any, where: str, number: int, arrow: bool) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where}.function.arguments must be an object or its JSON text, found {_found(arguments)}")
-    call_id = call.get("id") or f"functions.{function['name']}:{number}"
+    call_id = call.get("id") or f"functions.{function['name']}:{len(_calls(earlier)) + number}"
     if not isinstance(call_id, str):
         raise DataError(f"{where}.id must be text, found {_found(call_id)}")
     return {
@@ -185,23 +182,29 @@ def _call(call: Any, where: str, number: int, arrow: bool) -> dict[str, Any]:
     }
 
 
-def _name_result(message: Message, calls: Sequence[Mapping[str, Any]], earlier: Sequence[Message]) -> None:
+def _calls(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """The calls of all messages, in order."""
+    return [call for message in messages for call in message.get("tool_calls", ())]
+
+
+def _name_result(message: Message, earlier: Sequence[Message]) -> None:
     """Complete a tool's message by the call that it answers: by its id, else by its name, else the first call without an answer."""
     call_id, name = message.get("tool_call_id"), message.get("name")
+    match: Mapping[str, Any] | None
     if call_id is not None:
-        matches = [c for c in calls if c["id"] == call_id]
-        if calls and not matches:
+        newest = (c for m in reversed(earlier) for c in reversed(m.get("tool_calls", ())))
+        match = next((c for c in newest if c["id"] == call_id), None)
+        if match is None and _calls(earlier):
             raise DataError(f"tool_call_id {call_id!r:.60} is not the id of an earlier call")
-        matches = matches[-1:]
     else:
         answered = {m.get("tool_call_id") for m in earlier if m["role"] == "tool"}
-        open_calls = [c for c in calls if c["id"] not in answered]
-        matches = [c for c in open_calls if name in (None, c["function"]["name"])]
-        if open_calls and not matches:
+        open_calls = [c for c in _calls(earlier) if c["id"] not in answered]
+        match = next((c for c in open_calls if name in (None, c["function"]["name"])), None)
+        if match is None and open_calls:
             raise DataError(f"no call without an answer has the name {name!r:.60}")
-    if matches:
-        message.setdefault("tool_call_id", matches[0]["id"])
-        message.setdefault("name", matches[0]["function"]["name"])
+    if match is not None:
+        message.setdefault("tool_call_id", match["id"])
+        message.setdefault("name", match["function"]["name"])
 
 
 def _parsed(text: str, where: str) -> Any:

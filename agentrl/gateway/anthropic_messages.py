@@ -60,7 +60,7 @@ def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
         protocol="messages",
         model=read_model(body),
         messages=conversation.messages,
-        keys=conversation.keys,
+        paths=conversation.paths,
         tools=read_tools([_tool(t) for t in body.get("tools") or ()]),
         max_tokens=read_number(body, "max_tokens", None),
         stop=read_stop(body.get("stop_sequences"), "stop_sequences"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.core.message_images import PlacedImage
-from agentrl.gateway.conversation_tree import ConversationTree, GeneratedTurn, Match, Node
+from agentrl.gateway.conversation_tree import ConversationTree, GeneratedTurn, Match, Node, Written
 from agentrl.gateway.protocol import ModelRequest, RequestError
 from agentrl.render.base import Pieces
 from agentrl.render.renderer import Renderer
@@ -47,7 +47,7 @@ class ContextPlan:
     """the generation that it continues"""
     matched: int = 0
     """messages up to the parent's"""
-    changed: dict[int, Message] = field(default_factory=dict)
+    changed: Mapping[int, Message] = field(default_factory=dict)
     """matched messages that the client wrote in another way"""
     opens: bool = False
     """a segment opens in any case"""
@@ -88,7 +88,7 @@ class ContextPlanner:
             NoRoomError: a budget is spent.
             TemplateError: the chat template cannot render it.
         """
-        match = self.tree.match(request.messages, request.tools, request.keys)
+        match = self.tree.match(request.messages, request.tools, request.paths)
         turn = match.node.turn
         plan = self._open(request, match) if turn is None else self._continue(request, match, turn)
         self._prompt_lengths.setdefault(plan.agent_id, len(plan.context))
@@ -104,11 +104,13 @@ class ContextPlanner:
     def add_turn(self, plan: ContextPlan, turn: GeneratedTurn) -> None:
         """Take note of the generation of a planned request."""
         self._tools[turn.index] = plan.request.tools
-        nodes = self._nodes[turn.index] = [self.tree.add_turn(plan.node, turn)]
+        tools = plan.request.tools
+        nodes = self._nodes[turn.index] = [self.tree.add_turn(plan.node, turn, tools, plan.changed)]
         if plan.continues_turn and plan.parent is not None and plan.node.parent is not None:
             whole = _merged(plan.parent.answered, turn.answered)
             message = _merged(plan.parent.message, turn.message)
-            nodes.append(self.tree.add_turn(plan.node.parent, replace(turn, message=message, answered=whole)))
+            whole_turn = replace(turn, message=message, answered=whole)
+            nodes.append(self.tree.add_turn(plan.node.parent, whole_turn, tools, plan.changed))
 
     def tools_of(self, turn: int) -> list[dict[str, Any]]:
         """The tools of the request that a turn answered; none for -1."""
@@ -116,27 +118,21 @@ class ContextPlanner:
 
     def messages_up_to(self, turn: int, count: int) -> list[Message]:
         """The `count` messages of the conversation up to a turn's; none for -1."""
-        paths = [node.path() for node in self._nodes.get(turn, ())]
-        return [node.message for node in next((p for p in paths if len(p) == count), [])]
+        node = next((node for node in self._nodes.get(turn, ()) if node.length == count), None)
+        return [n.message for n in node.upwards()][::-1] if node else []
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _open(self, request: ModelRequest, match: Match) -> ContextPlan:
         """A conversation that continues no generation."""
         _check_last(request.messages)
-        messages = self._as_written(request.messages, match.keys)
-        node = self.tree.add(match.node, request.messages, match.keys)
+        messages = self._as_written(request.messages)
+        node = self.tree.add(match.node, request.messages, match.paths, request.tools)
         plan = self._rendered(request, messages, node, match.agent_id)
         plan.reason = match.reason
         return plan
 
     def _continue(self, request: ModelRequest, match: Match, turn: GeneratedTurn) -> ContextPlan:
-        path = match.node.path()
-        changed = {
-            i: m
-            for i, (m, n) in enumerate(zip(request.messages, path, strict=False))
-            if m is not n.message and m != n.message
-        }
         new = request.messages[match.matched :]
         base = self.recorder.segment_ids(turn.segment)[: turn.end]
         images = [p for p in self.recorder.segment_images(turn.segment) if p.at < turn.end]
@@ -150,7 +146,7 @@ class ContextPlanner:
             new_images=[],
             parent=turn,
             matched=match.matched,
-            changed=changed,
+            changed=_changed(request, match.node),
         )
         if not new:
             if not turn.cut:
@@ -161,11 +157,12 @@ class ContextPlanner:
             return plan
         _check_last(new)
         new = _with_call_ids(new, _call_names(request.messages[match.matched - 1], turn))
-        plan.node = self.tree.add(match.node, request.messages[match.matched :], match.keys[match.matched :])
-        self._extend(plan, [n.turn.message if n.turn else n.message for n in path[:-1]], new)
+        rest = slice(match.matched, None)
+        plan.node = self.tree.add(match.node, request.messages[rest], match.paths[rest], request.tools)
+        self._extend(plan, Written(match.node.parent or match.node), new)
         return plan
 
-    def _extend(self, plan: ContextPlan, history: list[Message], new: list[Message]) -> None:
+    def _extend(self, plan: ContextPlan, history: Sequence[Message], new: list[Message]) -> None:
         """Append the new messages, of which tool results are cut where the run's limits require it."""
         turn = plan.parent
         assert turn is not None
@@ -211,7 +208,7 @@ class ContextPlanner:
             opens=True,
         )
 
-    def _as_written(self, messages: Sequence[Message], keys: Sequence[bytes]) -> list[Message]:
+    def _as_written(self, messages: Sequence[Message]) -> list[Message]:
         """A request's messages for the template: in place of the policy's own ones what the policy wrote.
 
         Raises:
@@ -219,8 +216,8 @@ class ContextPlanner:
         """
         written: list[Message] = []
         names: dict[str, str] = {}
-        for message, key in zip(messages, keys, strict=True):
-            turn = self.tree.written_by_policy(key) if message["role"] == "assistant" else None
+        for message in messages:
+            turn = self.tree.written_by_policy(message)
             if turn is not None:
                 names |= _call_names(message, turn)
                 message = turn.message
@@ -260,6 +257,22 @@ class ContextPlanner:
     def _response_length(self, agent_id: str, length: int) -> int:
         """Tokens of a context beyond the length of its agent's first prompt."""
         return max(0, length - self._prompt_lengths.get(agent_id, length))
+
+
+def _changed(request: ModelRequest, node: Node) -> Mapping[int, Message]:
+    """The messages of a request up to a generation that are written in another way than those of its path, by their place."""
+    last, before = node.length - 1, node.parent
+    if request.paths and before is not None and request.messages[last - 1] is before.message:
+        # the messages before the generation are those of its own request
+        changed = {i: m for i, m in (node.changed or {}).items() if i < last}
+        nodes: Iterable[Node] = (node,)
+    else:
+        changed, nodes = {}, [*node.upwards()][::-1]
+    for compared in nodes:
+        number = compared.length - 1
+        if (message := request.messages[number]) != compared.message:
+            changed[number] = message
+    return changed
 
 
 def _check_last(messages: Sequence[Message]) -> None:

@@ -1,17 +1,17 @@
 """The forest of the messages of one episode: which generation a request continues, and why none where it continues none.
 
-Each path from a root is a conversation as a client sent it; requests with other tools have other roots. A node is a message. Where the policy
-generated the message, the node knows the tokens.
+Each path from the root is a conversation as a client sent it. A node is a message. Where the policy generated the message, the node knows the
+tokens. A generation is found by the key of its path (`message_match.path_key`), of its tools first: from the end of a request, which usually
+continues the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from agentrl.gateway.message_match import message_key, tools_key
+from agentrl.gateway.message_match import NO_MESSAGES, message_key, path_key, path_keys, shown_key, tools_key
 from agentrl.types import Message
 
 TOOLS_CHANGED = "the tools changed"
@@ -53,31 +53,55 @@ class Node:
 
     message: Message
     parent: Node | None = None
+    path: bytes = NO_MESSAGES
+    """key of the conversation up to here"""
+    length: int = 0
+    """its messages"""
     turn: GeneratedTurn | None = None
     """None: the client wrote the message"""
-    without_system: bytes = b""
-    """key of the conversation up to here without system messages"""
-    children: dict[bytes, list[Node]] = field(default_factory=dict)
+    changed: Mapping[int, Message] | None = None
+    """of a generation: the messages before it that its request wrote in another way than the path, by their place; None: none"""
 
-    def path(self) -> list[Node]:
-        """The nodes from the first message to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
+    def upwards(self) -> Iterator[Node]:
+        """The nodes from this one to the first message."""
+        node = self
+        while node.parent is not None:
+            yield node
             node = node.parent
-        return nodes[::-1]
+
+    def child(self, message: Message, path: bytes) -> Node:
+        """A new node after this one."""
+        return Node(message, self, path, self.length + 1)
+
+
+class Written(Sequence[Message]):
+    """The conversation up to a node, the policy's messages as it wrote them. Its end is read without the rest."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __len__(self) -> int:
+        return self._node.length
+
+    def __reversed__(self) -> Iterator[Message]:
+        return (node.turn.message if node.turn else node.message for node in self._node.upwards())
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter([*reversed(self)][::-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        return next(reversed(self)) if index == -1 else [*self][index]
 
 
 class Match(NamedTuple):
     """How a request relates to the forest."""
 
     node: Node
-    """the generated message that it continues; a root if there is none"""
+    """the generated message that it continues; the root if there is none"""
     matched: int
     """messages of the request up to that one"""
-    keys: list[bytes]
-    """key of each message"""
+    paths: Sequence[bytes]
+    """key of the conversation up to each message"""
     reason: str | None
     """why it continues no generation; None: it does, or it is the first"""
     agent_id: str
@@ -87,127 +111,108 @@ class ConversationTree:
     """All conversations of one episode."""
 
     def __init__(self) -> None:
-        self._roots: dict[bytes, Node] = {}
-        """by the key of the tools"""
+        self._root = Node({})
+        self._asked: set[tuple[bytes, bytes]] = set()
+        """tools and path of every message of every request"""
+        self._generated: dict[bytes, dict[bytes, list[Node]]] = {}
+        """generations by tools and path"""
         self._agents: dict[bytes, str] = {}
         """agent of each system prompt"""
         self._answers: dict[bytes, GeneratedTurn] = {}
         """generations by the key of their message alone"""
         self._shown: dict[bytes, GeneratedTurn] = {}
-        """generations by `Node.without_system`"""
+        """generations by the key of their path without system messages"""
         self._last_tools: tuple[Sequence[Mapping[str, Any]], bytes] = (), b""
         """those of the last request, which most others have, and their key"""
 
     def match(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], known_keys: Sequence[bytes] = ()
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], known_paths: Sequence[bytes] = ()
     ) -> Match:
         """The longest conversation up to a generation with which the messages begin, or why there is none.
 
-        `known_keys`: the key of each message; empty: they are computed.
+        `known_paths`: the key of the conversation up to each message; empty: they are computed.
         """
-        keys = list(known_keys) or [message_key(m) for m in messages]
-        if tools is not self._last_tools[0]:
-            self._last_tools = tools, tools_key(tools)
-        of_tools = self._last_tools[1]
-        root = self._roots.setdefault(of_tools, Node({}))
-        agent_id = self._agent(messages, keys)
-        node, count = self._deepest(root, messages, keys)
+        paths = known_paths or path_keys(messages)
+        of_tools = self._tools_key(tools)
+        node = self._deepest(of_tools, messages, paths)
         if node is not None and node.turn is not None:
-            return Match(node, count, keys, None, node.turn.agent_id)
-        reason, known = self._reason(messages, keys, of_tools)
-        return Match(root, 0, keys, reason, known or agent_id)
+            return Match(node, node.length, paths, None, node.turn.agent_id)
+        agent_id = self._agent(messages)
+        reason, known = self._reason(messages, paths, of_tools)
+        return Match(self._root, 0, paths, reason, known or agent_id)
 
-    def add(self, node: Node, messages: Sequence[Message], keys: Sequence[bytes]) -> Node:
-        """The node of the last of `messages`, which follow `node` in a request."""
-        for message, key in zip(messages, keys, strict=True):
-            given = next((c for c in node.children.get(key, ()) if c.turn is None), None)
-            if given is None:
-                given = self._child(node, message, key)
-            node = given
+    def add(
+        self, node: Node, messages: Sequence[Message], paths: Sequence[bytes], tools: Sequence[Mapping[str, Any]]
+    ) -> Node:
+        """The node of the last of `messages`, which follow `node` in a request with these tools."""
+        of_tools = self._tools_key(tools)
+        for message, path in zip(messages, paths, strict=True):
+            node = node.child(message, path)
+            self._asked.add((of_tools, path))
         return node
 
-    def add_turn(self, node: Node, turn: GeneratedTurn) -> Node:
-        """Add a generation after `node`; returns its own node."""
+    def add_turn(
+        self, node: Node, turn: GeneratedTurn, tools: Sequence[Mapping[str, Any]], changed: Mapping[int, Message]
+    ) -> Node:
+        """Add a generation after `node`, whose request had these tools and changes; returns its own node."""
         key = message_key(turn.answered)
-        child = self._child(node, turn.answered, key)
-        child.turn = turn
+        child = node.child(turn.answered, path_key(node.path, turn.answered, key, node.length))
+        child.turn, child.changed = turn, changed or None
         self._answers[key] = turn
-        self._shown[child.without_system] = turn
+        self._shown[shown_key(child.path)] = turn
+        self._generated.setdefault(self._tools_key(tools), {}).setdefault(child.path, []).append(child)
         return child
 
-    def written_by_policy(self, key: bytes) -> GeneratedTurn | None:
-        """The generation whose message has this key, wherever it stood."""
-        return self._answers.get(key)
+    def written_by_policy(self, message: Message) -> GeneratedTurn | None:
+        """The generation of an assistant's message, wherever it stood."""
+        return self._answers.get(message_key(message)) if message["role"] == "assistant" else None
 
-    def _child(self, node: Node, message: Message, key: bytes) -> Node:
-        shown = node.without_system if message["role"] == "system" else _joined(node.without_system, key)
-        child = Node(message, node, without_system=shown)
-        node.children.setdefault(key, []).append(child)
-        return child
+    def _tools_key(self, tools: Sequence[Mapping[str, Any]]) -> bytes:
+        if tools is not self._last_tools[0]:
+            self._last_tools = tools, tools_key(tools)
+        return self._last_tools[1]
 
-    @staticmethod
-    def _deepest(root: Node, messages: Sequence[Message], keys: Sequence[bytes]) -> tuple[Node | None, int]:
+    def _deepest(self, of_tools: bytes, messages: Sequence[Message], paths: Sequence[bytes]) -> Node | None:
         """The last generation on a path of these messages; of equal texts the one whose call ids the client kept, then the newest."""
-        level, best, count = [root], None, 0
-        for number, key in enumerate(keys):
-            level = level[0].children.get(key, []) if len(level) == 1 else _children(level, key)
-            if not level:
-                break
-            if len(level) == 1:  # the usual case
-                if level[0].turn is not None:
-                    best, count = level[0], number + 1
+        generated = self._generated.get(of_tools, {})
+        for number in reversed(range(len(paths))):
+            nodes = generated.get(paths[number])
+            if nodes is None:
                 continue
-            generated = [n for n in level if n.turn is not None]
-            if generated:
-                ids = _call_ids(messages[number])
-                best = max(generated, key=lambda n: (_call_ids(n.message) == ids, n.turn.index if n.turn else -1))
-                count = number + 1
-        return best, count
+            if len(nodes) == 1:  # the usual case
+                return nodes[0]
+            ids = _call_ids(messages[number])
+            return max(nodes, key=lambda n: (_call_ids(n.message) == ids, n.turn.index if n.turn else -1))
+        return None
 
-    def _agent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> str:
+    def _agent(self, messages: Sequence[Message]) -> str:
         """The agent of the conversation's system prompt; a new one has another name."""
-        system = keys[0] if messages and messages[0]["role"] == "system" else b""
         name = "policy" if not self._agents else f"agent-{len(self._agents)}"
-        return self._agents.setdefault(system, name)
+        return self._agents.setdefault(_system_key(messages), name)
 
     def _reason(
-        self, messages: Sequence[Message], keys: Sequence[bytes], of_tools: bytes
+        self, messages: Sequence[Message], paths: Sequence[bytes], of_tools: bytes
     ) -> tuple[str | None, str | None]:
         """Why no generation precedes the end of a request, and the agent whose conversation it was, if it is known."""
         if not self._answers:
             return None, None
-        for other, root in self._roots.items():
-            node, _ = self._deepest(root, messages, keys)
-            if other != of_tools and node is not None and node.turn is not None:
+        for other in self._generated:
+            node = self._deepest(other, messages, paths)
+            if node is not None and node.turn is not None:
                 return TOOLS_CHANGED, node.turn.agent_id
-        shown = b""
-        turn: GeneratedTurn | None = None
-        for message, key in zip(messages, keys, strict=True):
-            shown = shown if message["role"] == "system" else _joined(shown, key)
-            turn = self._shown.get(shown, turn)
-        if turn is not None:
+        shown = (self._shown.get(shown_key(path)) for path in reversed(paths))
+        if (turn := next(filter(None, shown), None)) is not None:
             return SYSTEM_CHANGED, turn.agent_id
-        for message, key in zip(messages, keys, strict=True):
-            if message["role"] == "assistant" and key in self._answers:
-                return HISTORY_CHANGED, self._answers[key].agent_id
-        system = keys[0] if messages[0]["role"] == "system" else b""
-        if not any(t.agent_id == self._agents[system] for t in self._answers.values()):
+        if (turn := next(filter(None, map(self.written_by_policy, messages)), None)) is not None:
+            return HISTORY_CHANGED, turn.agent_id
+        agent_id = self._agents[_system_key(messages)]
+        if not any(t.agent_id == agent_id for t in self._answers.values()):
             return AGENT_BEGAN, None
-        same = self._roots[of_tools]
-        for key in keys:
-            children = same.children.get(key)
-            if not children:
-                return HISTORY_REPLACED, None
-            same = children[0]
-        return SAMPLED_AGAIN, None
+        return (SAMPLED_AGAIN if (of_tools, paths[-1]) in self._asked else HISTORY_REPLACED), None
 
 
-def _children(nodes: Sequence[Node], key: bytes) -> list[Node]:
-    return [child for node in nodes for child in node.children.get(key, ())]
-
-
-def _joined(before: bytes, key: bytes) -> bytes:
-    return blake2b(before + key, digest_size=16).digest()
+def _system_key(messages: Sequence[Message]) -> bytes:
+    return message_key(messages[0]) if messages[0]["role"] == "system" else b""
 
 
 def _call_ids(message: Message) -> list[str]:

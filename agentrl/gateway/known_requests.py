@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from agentrl.core.message_images import image_parts
+from agentrl.core.sequences import first_difference
 from agentrl.data.message_form import normal_messages, normal_tools
 from agentrl.errors import DataError
-from agentrl.gateway.message_match import message_key
+from agentrl.gateway.message_match import path_keys
 from agentrl.types import Message
 
 _MAX_CONVERSATIONS = 4
@@ -25,18 +26,16 @@ _MAX_SHARED_BYTES = 1 << 18
 
 
 class Conversation(NamedTuple):
-    """Messages in the normal form."""
+    """Messages in the normal form. A message that is known is the object that it was, and so are those before it."""
 
     messages: list[Message]
-    keys: list[bytes]
-    """`message_key` of each; empty if there are images, which are not loaded yet"""
+    paths: list[bytes]
+    """`path_key` up to each; empty if there are images, which are not loaded yet"""
 
 
 class _Known(NamedTuple):
-    given: list[Any]
-    """the messages as the client sent them; their texts are those of the normal form"""
-    flat: list[bool]
-    """whether all values of a message are texts or null"""
+    raw: list[bytes]
+    """each message as the client sent it"""
     conversation: Conversation
 
 
@@ -55,21 +54,32 @@ class KnownRequests:
         """
         if not isinstance(given, list) or not given:
             return Conversation(list(normal_messages(given)), [])
-        begin, known = max(((_common(k, given), k) for k in reversed(self._known)), default=(0, None), key=_first)
-        messages, keys, flat = _beginning(known, begin)
+        raw = _raw(given)
+        begin, known = max(
+            ((first_difference(k.raw, raw), k) for k in reversed(self._known)), default=(0, None), key=_first
+        )
+        earlier = Conversation([], []) if known is None else known.conversation
+        messages, paths = earlier.messages[:begin], earlier.paths[:begin]
         if begin < len(given):
             messages += normal_messages([_known_keys(m) for m in given[begin:]], before=messages)
         if next(image_parts(messages[begin:]), None) is not None:
             return Conversation(messages, [])
-        keys += map(message_key, messages[begin:])
-        flat += map(_is_flat, given[begin:])
-        conversation = Conversation(messages, keys)
-        if known is not None and begin == len(known.given):
+        conversation = Conversation(messages, [*paths, *path_keys(messages[begin:], paths)])
+        if known is not None and begin == len(known.raw):
             self._known.remove(known)
-            given = [*known.given, *given[begin:]]
-        self._known.append(_Known(given, flat, conversation))
+        if known is not None:
+            raw[:begin] = known.raw[:begin]
+        raw[begin:] = [bytes(memoryview(r)) for r in raw[begin:]]  # orjson's bytes hold a buffer of 4 KiB
+        self._known.append(_Known(raw, conversation))
         del self._known[:-_MAX_CONVERSATIONS]
         return conversation
+
+
+def _raw(given: Sequence[Any]) -> list[bytes]:
+    try:
+        return [orjson.dumps(message) for message in given]
+    except TypeError as e:
+        raise DataError("a message is nested too deeply: at most 250 objects and lists within each other") from e
 
 
 def known_tools(given: Any) -> list[dict[str, Any]]:
@@ -103,26 +113,6 @@ _shared_tools = lru_cache(maxsize=512)(_tools)
 
 def _first(pair: tuple[int, Any]) -> int:
     return pair[0]
-
-
-def _common(known: _Known, given: Sequence[Any]) -> int:
-    """How many messages a request has in common with an earlier one, from the first on."""
-    count = 0
-    for before, flat, now in zip(known.given, known.flat, given, strict=False):
-        if before != now or not ([*before] == [*now] if flat else orjson.dumps(before) == orjson.dumps(now)):
-            break
-        count += 1
-    return count
-
-
-def _beginning(known: _Known | None, count: int) -> tuple[list[Message], list[bytes], list[bool]]:
-    if known is None:
-        return [], [], []
-    return known.conversation.messages[:count], known.conversation.keys[:count], known.flat[:count]
-
-
-def _is_flat(message: Any) -> bool:
-    return all(value is None or type(value) is str for value in message.values())
 
 
 _MESSAGE_KEYS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))

@@ -7,7 +7,7 @@ tool messages. Compared: the role, the text, the names and arguments of calls, i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -16,6 +16,8 @@ from agentrl.core.message_images import Image, is_image
 from agentrl.render.formats.block_format import without_thinking
 from agentrl.types import Message
 
+NO_MESSAGES = bytes(32)
+"""`path_key` of a conversation before its first message"""
 _SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 
@@ -32,6 +34,35 @@ def message_key(message: Message) -> bytes:
         content = without_thinking(content).strip()
     calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
     return hashlib.blake2b(_json([role, content, calls]), digest_size=16).digest()
+
+
+def path_key(before: bytes, message: Message, key: bytes, number: int) -> bytes:
+    """The key of a conversation: equal for the same messages in the same order.
+
+    Args:
+        before: that of the messages before the last one; `NO_MESSAGES` if there are none.
+        message: the last one.
+        key: its `message_key`.
+        number: messages before it.
+    """
+    shown, system = before[:16], before[16:]
+    if message["role"] == "system":
+        return shown + hashlib.blake2b(b"%b%b%d" % (system, key, number), digest_size=16).digest()
+    return hashlib.blake2b(shown + key, digest_size=16).digest() + system
+
+
+def path_keys(messages: Iterable[Message], before: Sequence[bytes] = ()) -> list[bytes]:
+    """The key of the conversation up to each of the messages, which follow those with the keys `before`."""
+    paths, path = [], before[-1] if before else NO_MESSAGES
+    for number, message in enumerate(messages, len(before)):
+        path = path_key(path, message, message_key(message), number)
+        paths.append(path)
+    return paths
+
+
+def shown_key(path: bytes) -> bytes:
+    """The key of a conversation without its system messages."""
+    return path[:16]
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:

@@ -62,7 +62,7 @@ def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
         protocol="chat",
         model=read_model(body),
         messages=conversation.messages,
-        keys=conversation.keys,
+        paths=conversation.paths,
         tools=read_tools(body.get("tools")),
         max_tokens=limit,
         stop=read_stop(body.get("stop"), "stop"),

@@ -54,7 +54,7 @@ def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
         protocol="responses",
         model=read_model(body),
         messages=conversation.messages,
-        keys=conversation.keys,
+        paths=conversation.paths,
         tools=read_tools(body.get("tools")),
         max_tokens=read_number(body, "max_output_tokens", None),
         stream=body.get("stream") is True,

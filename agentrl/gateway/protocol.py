@@ -28,7 +28,7 @@ class RequestError(Exception):
         self.status, self.message, self.code = status, message, code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ModelRequest:
     """One request for generations."""
 
@@ -37,8 +37,8 @@ class ModelRequest:
     model: str
     messages: list[Message]
     """in the normal form of agentrl.data.message_form; the role developer is written system"""
-    keys: Sequence[bytes] = ()
-    """`message_key` of each message; empty: not known, since there are images, which must be loaded"""
+    paths: Sequence[bytes] = ()
+    """`path_key` up to each message; empty: not known, since there are images, which must be loaded"""
     tools: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int | None = None
     """the client's own limit on sampled tokens; None: none"""
@@ -53,7 +53,7 @@ class ModelRequest:
     """chat: the stream ends with a chunk of token counts"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Reply:
     """One generation as the client reads it."""
 

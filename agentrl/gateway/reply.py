@@ -43,5 +43,5 @@ def answered_message(reply: Reply) -> Message:
     """The reply as a message of the conversation, as a client sends it back."""
     message: Message = {"role": "assistant", "content": reply.text}
     if reply.calls:
-        message["tool_calls"] = as_tool_calls(Action("", calls=reply.calls))
+        message["tool_calls"] = as_tool_calls(reply.calls)
     return message

@@ -24,6 +24,7 @@ from agentrl.gateway.openai_chat import CHAT
 from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.protocol import Event, ModelRequest, Protocol, Reply, RequestError
 from agentrl.gateway.session import Exchange, GatewaySession
+from agentrl.render.truncation import LONG_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ _SMALL_ANSWER = 1 << 14
 _MAX_ENDED = 1 << 16
 """keys of ended episodes that are remembered"""
 _JSON = {"Content-Type": "application/json"}
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _NO_RETRY = {**_JSON, "x-should-retry": "false"}
 _PATH_KEY = "/episode/"
 _UNKNOWN = "unknown or missing key; send the episode's key as API key (Authorization: Bearer KEY, or x-api-key: KEY)"
@@ -171,8 +173,10 @@ class GatewayServer:
                 session.check_model(asked.model)
                 return _response({"input_tokens": session.count_tokens(asked)})
             retried = request.headers.get("x-stainless-retry-count", "0") != "0"
-            fingerprint = hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).digest()
-            exchange = session.exchange(asked, fingerprint, retried=retried, connected=lambda: _is_connected(request))
+            fingerprint = path, len(body), hash(body)
+            exchange = session.exchange(
+                asked, fingerprint, long=len(body) > LONG_TEXT, retried=retried, connection=request.transport
+            )
             return await self._answer(request, protocol, asked, exchange)
         except RequestError as e:
             return _error_response(protocol, e)
@@ -194,15 +198,22 @@ class GatewayServer:
         self, request: web.BaseRequest, protocol: Protocol, asked: ModelRequest, exchange: Exchange
     ) -> web.StreamResponse:
         """Wait for the exchange and write its answer; note whether the client took it."""
-        if asked.stream:
+        if not asked.stream:
+            return await _write(request, _response(protocol.write(asked, await _replies(exchange))), exchange)
+        if not await _ended(exchange.task, KEEP_ALIVE_S):
             return await _stream(request, protocol, asked, exchange)
-        response = _response(protocol.write(asked, await _replies(exchange)))
-        with _leave_slow_client(request):
-            async with nullcontext() if _fits(request, response) else asyncio.timeout(WRITE_TIMEOUT_S):
-                await response.prepare(request)
-                await response.write_eof()
-            exchange.delivered |= _is_connected(request)
-        return response
+        events = b"".join(map(event_bytes, protocol.events(asked, await _replies(exchange))))
+        return await _write(request, web.Response(body=events, headers=_EVENTS), exchange)
+
+
+async def _write(request: web.BaseRequest, response: web.Response, exchange: Exchange) -> web.Response:
+    """Write a whole answer; note whether the client took it."""
+    with _leave_slow_client(request):
+        async with nullcontext() if _fits(request, response) else asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.prepare(request)
+            await response.write_eof()
+        exchange.delivered |= _is_connected(request)
+    return response
 
 
 async def _replies(exchange: Exchange) -> list[Reply]:
@@ -212,17 +223,28 @@ async def _replies(exchange: Exchange) -> list[Reply]:
         RequestError: the request failed, or the episode ended.
     """
     task = exchange.task
-    if not task.done():
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        wake = partial(_wake, ended)
-        task.add_done_callback(wake)
-        try:
-            await ended
-        finally:
-            task.remove_done_callback(wake)
+    await _ended(task)
     if task.cancelled():
         raise RequestError(403, "the episode ended before the generation did", "episode_ended")
     return task.result()
+
+
+async def _ended(task: asyncio.Task[list[Reply]], within_s: float | None = None) -> bool:
+    """Wait until a task has ended, or for some time; whether it has."""
+    if task.done():
+        return True
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    wake = partial(_wake, ended)
+    task.add_done_callback(wake)
+    timer = None if within_s is None else loop.call_later(within_s, wake, None)
+    try:
+        await ended
+    finally:
+        task.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
+    return task.done()
 
 
 def _wake(ended: asyncio.Future[None], _: object) -> None:
@@ -233,21 +255,18 @@ def _wake(ended: asyncio.Future[None], _: object) -> None:
 async def _stream(
     request: web.BaseRequest, protocol: Protocol, asked: ModelRequest, exchange: Exchange
 ) -> web.StreamResponse:
-    """Write an answer as server-sent events. It begins when the generation is there, or with signs of life when that takes long."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    """Write an answer that takes long as server-sent events: signs of life until the generation is there."""
+    response = web.StreamResponse(headers=_EVENTS)
     with _leave_slow_client(request):
         async with asyncio.timeout(None) as limit:
-            while not (await asyncio.wait({exchange.task}, timeout=KEEP_ALIVE_S))[0]:
+            ended = False
+            while not ended:
                 limit.reschedule(asyncio.get_running_loop().time() + KEEP_ALIVE_S + WRITE_TIMEOUT_S)
                 await response.prepare(request)
                 await response.write(protocol.keep_alive)
+                ended = await _ended(exchange.task, KEEP_ALIVE_S)
             limit.reschedule(asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
-            if response.prepared:
-                await response.write(await _late_events(protocol, asked, exchange))
-            else:
-                replies = await _replies(exchange)
-                await response.prepare(request)
-                await response.write(b"".join(map(_event_bytes, protocol.events(asked, replies))))
+            await response.write(await _late_events(protocol, asked, exchange))
             await response.write_eof()
             exchange.delivered |= _is_connected(request)
     return response
@@ -256,12 +275,13 @@ async def _stream(
 async def _late_events(protocol: Protocol, asked: ModelRequest, exchange: Exchange) -> bytes:
     """The events of a stream that has begun; an error is an event too."""
     try:
-        return b"".join(map(_event_bytes, protocol.events(asked, await _replies(exchange))))
+        return b"".join(map(event_bytes, protocol.events(asked, await _replies(exchange))))
     except RequestError as e:
-        return _event_bytes(Event(protocol.error(e), "error"))
+        return event_bytes(Event(protocol.error(e), "error"))
 
 
-def _event_bytes(event: Event) -> bytes:
+def event_bytes(event: Event) -> bytes:
+    """A server-sent event as it is written."""
     data = event.data.encode() if isinstance(event.data, str) else orjson.dumps(event.data)
     name = f"event: {event.name}\n".encode() if event.name else b""
     return name + b"data: " + data + b"\n\n"
@@ -292,7 +312,7 @@ async def _read_body(request: web.BaseRequest) -> bytes:
     if (request.content_length or 0) > MAX_BODY:
         raise too_large
     if request.content.is_eof():  # the whole body has arrived
-        whole = await request.content.read()
+        whole = request.content.read_nowait()
         if len(whole) > MAX_BODY:
             raise too_large
         return whole

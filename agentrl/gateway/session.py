@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from agentrl.core.message_images import load_images
 from agentrl.core.seeds import derive_seed
@@ -22,11 +22,9 @@ from agentrl.gateway.known_requests import KnownRequests
 from agentrl.gateway.protocol import ModelRequest, Reply, RequestError
 from agentrl.gateway.reply import reply_of
 from agentrl.gateway.turn_recorder import Arrival, Sampled, TurnRecorder
-from agentrl.render.truncation import is_long
 from agentrl.rollout.episode import Episode
 from agentrl.types import StopReason
 
-T = TypeVar("T")
 _MAX_EXCHANGES = 256
 """requests of an episode that a repetition can join"""
 
@@ -36,9 +34,14 @@ class Exchange:
     """A request and its answer, which repetitions of the request receive too."""
 
     task: asyncio.Task[list[Reply]]
-    connected: Callable[[], bool]
-    """whether the client that sent it still listens"""
+    connection: asyncio.BaseTransport | None
+    """of the client that sent it"""
     delivered: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the client left before it had the answer."""
+        return not self.delivered and (self.connection is None or self.connection.is_closing())
 
 
 class GatewaySession:
@@ -70,22 +73,29 @@ class GatewaySession:
         self._requests = 0
         self._starting = 0
         """generations that will become turns"""
-        self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
+        self._exchanges: OrderedDict[Hashable, Exchange] = OrderedDict()
         self._side_calls: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[list[Reply]]] = set()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, request: ModelRequest, fingerprint: bytes, *, retried: bool, connected: Callable[[], bool]
+        self,
+        request: ModelRequest,
+        fingerprint: Hashable,
+        *,
+        long: bool,
+        retried: bool,
+        connection: asyncio.BaseTransport | None,
     ) -> Exchange:
         """The exchange of a request: a new one, or that of the request which this one repeats.
 
         Args:
             request: the request.
             fingerprint: equal for requests with the same bytes.
+            long: rendering it may take longer than the event loop may be blocked.
             retried: the client says that it repeats a request.
-            connected: whether the client still listens.
+            connection: of the client.
 
         Raises:
             RequestError: the episode has ended, or the model is unknown.
@@ -97,13 +107,12 @@ class GatewaySession:
                 403, "the episode of this key has ended; no further request is answered", "episode_ended"
             )
         before = self._exchanges.get(fingerprint)
-        lost = before is not None and not before.delivered and not before.connected()
-        if before is not None and (retried or lost) and not _failed(before.task):
+        if before is not None and (retried or before.lost) and not _failed(before.task):
             self.counts["repeated requests"] += 1
-            before.connected = connected
+            before.connection = connection
             return before
         self.check_model(request.model)
-        made = Exchange(asyncio.get_running_loop().create_task(self._answer(request)), connected)
+        made = Exchange(asyncio.get_running_loop().create_task(self._answer(request, long)), connection)
         made.task.add_done_callback(self._finished)
         self._tasks.add(made.task)
         self._exchanges[fingerprint] = made
@@ -137,10 +146,10 @@ class GatewaySession:
         with _refused():
             return sum(len(ids) for _, ids in self.episode.runner.renderer.prompt(request.messages, request.tools))
 
-    async def _answer(self, request: ModelRequest) -> list[Reply]:
+    async def _answer(self, request: ModelRequest, long: bool) -> list[Reply]:
         request = await _with_images(request)
         if request.model in self.side_models:
-            return await self._answer_side_call(request)
+            return await self._answer_side_call(request, long)
         async with self._record:
             arrival = Arrival(number=self._requests, seen=len(self.recorder.drafts), at=time.perf_counter())
             self._requests += 1
@@ -148,7 +157,7 @@ class GatewaySession:
             if begun + request.n > self.episode.runner.limits.max_turns:
                 return self.refuse_budget(StopReason.MAX_TURNS, request)
             try:
-                plan = await self._in_thread_if_long(self.plan, request)
+                plan = await asyncio.to_thread(self.plan, request) if long else self.plan(request)
             except NoRoomError as e:
                 return self.refuse_budget(e.bound, request)
             self._starting += request.n
@@ -184,10 +193,6 @@ class GatewaySession:
         except (Failure, UsageError) as e:
             self.fail(e)
             raise RequestError(503, "the engine failed; the episode ends", "engine_failure") from e
-
-    async def _in_thread_if_long(self, work: Callable[[ModelRequest], T], request: ModelRequest) -> T:
-        """Render long conversations off the event loop, so that other episodes continue."""
-        return await asyncio.to_thread(work, request) if is_long(request.messages) else work(request)
 
     def refuse_budget(self, bound: StopReason, request: ModelRequest) -> list[Reply]:
         """The answer to a request for which a budget has nothing left: an empty generation that was cut by its length.
@@ -235,13 +240,14 @@ class GatewaySession:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    async def _answer_side_call(self, request: ModelRequest) -> list[Reply]:
+    async def _answer_side_call(self, request: ModelRequest, long: bool) -> list[Reply]:
         """Answer a request to a side model: sampled, listed in the summary, and never trained."""
         self.counts["side calls"] += 1
         number, renderer = self.counts["side calls"], self.episode.runner.renderer
         try:
             with _refused():
-                plan = await self._in_thread_if_long(self.planner.plan_side_call, request)
+                plan_call = self.planner.plan_side_call
+                plan = await asyncio.to_thread(plan_call, request) if long else plan_call(request)
         except NoRoomError:
             raise RequestError(400, "the prompt leaves no room in the context", "context_length_exceeded") from None
         replies = []
@@ -272,7 +278,7 @@ class _refused:  # noqa: N801  used as a statement: `with _refused():`
 
 
 async def _with_images(request: ModelRequest) -> ModelRequest:
-    if request.keys:
+    if request.paths:
         return request
     try:
         return replace(request, messages=await load_images(request.messages))

@@ -24,42 +24,50 @@ def shape_of(messages: Sequence[Message]) -> tuple[Shape, list[str], tuple[int, 
     """
     texts: list[str] = []
     contents: list[int] = []
-
-    def walk(value: Any, key: str, structure: tuple[str, ...]) -> Any:
-        if isinstance(value, str):
-            if key in structure:
-                return value
-            if key in _CONTENT_KEYS:
-                contents.append(len(texts))
-            texts.append(value)
-            return _TEXT
-        if isinstance(value, (dict, Mapping)):  # `dict` first: it is the faster test
-            return tuple((k, walk(v, k, structure if isinstance(v, str) else ())) for k, v in value.items())
-        if isinstance(value, (list, tuple)):
-            return (_LIST, *(walk(v, key, ()) for v in value))
-        return type(value).__name__, repr(value)
-
-    def item_shape(value: Any, key: str) -> Any:
-        return _IMAGE if key == "content" and is_image(value) else walk(value, key, ("type",))
-
-    def value_shape(value: Any, key: str) -> Any:
-        if key in _PART_LISTS and isinstance(value, (list, tuple)):
-            return (_LIST, *(item_shape(item, key) for item in value))
-        return walk(value, key, ("role", "type") if isinstance(value, str) else ())
-
-    def message_shape(message: Message) -> Shape:
+    shapes = []
+    for message in messages:
         shape = []
         for key, value in message.items():
             if type(value) is not str or key in ("role", "type"):
-                shape.append((key, value_shape(value, key)))
+                shape.append((key, _value_shape(value, key, texts, contents)))
                 continue
-            if key in _CONTENT_KEYS:  # the usual case of `walk`
+            if key in _CONTENT_KEYS:  # the usual case of `_walk`
                 contents.append(len(texts))
             texts.append(value)
             shape.append((key, _TEXT))
-        return tuple(shape)
+        shapes.append(tuple(shape))
+    return tuple(shapes), texts, tuple(contents)
 
-    return tuple(map(message_shape, messages)), texts, tuple(contents)
+
+def _value_shape(value: Any, key: str, texts: list[str], contents: list[int]) -> Any:
+    """The shape of what a message has under a key."""
+    if key not in _PART_LISTS or not isinstance(value, (list, tuple)):
+        return _walk(value, key, ("role", "type") if isinstance(value, str) else (), texts, contents)
+    return (
+        _LIST,
+        *(
+            _IMAGE if key == "content" and is_image(item) else _walk(item, key, ("type",), texts, contents)
+            for item in value
+        ),
+    )
+
+
+def _walk(value: Any, key: str, structure: tuple[str, ...], texts: list[str], contents: list[int]) -> Any:
+    """The shape of a value, whose texts are added to `texts` unless their key belongs to the structure."""
+    if isinstance(value, str):
+        if key in structure:
+            return value
+        if key in _CONTENT_KEYS:
+            contents.append(len(texts))
+        texts.append(value)
+        return _TEXT
+    if isinstance(value, (dict, Mapping)):  # `dict` first: it is the faster test
+        return tuple(
+            (k, _walk(v, k, structure if isinstance(v, str) else (), texts, contents)) for k, v in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return (_LIST, *(_walk(v, key, (), texts, contents) for v in value))
+    return type(value).__name__, repr(value)
 
 
 def map_texts(value: Any, change: ChangeText, change_key: ChangeText | None = None) -> Any:

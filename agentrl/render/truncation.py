@@ -26,17 +26,10 @@ class NextContext:
     """their positions in the pieces"""
     new_segment: str | None
     """why the pieces begin a new segment; None: they continue the context"""
-    history: list[Message]
-    """the conversation up to and including the policy's turn"""
     messages: list[Message]
-    """the messages after it, truncated"""
+    """the messages after the policy's turn, truncated"""
     cut_tokens: int
     """tokens of the messages that did not fit"""
-
-    @property
-    def conversation(self) -> list[Message]:
-        """History and messages."""
-        return [*self.history, *self.messages]
 
 
 def continue_context(
@@ -57,14 +50,12 @@ def continue_context(
     delta, kept, cut = truncate_delta(renderer, messages, sampled, max_tokens, history=history, tools=tools)
     if delta is None:
         return None
-    history = [*history, turn]
     if delta.new_segment is not None:
-        return open_segment(renderer, history, messages, delta.new_segment, max_segment_tokens, tools)
+        return open_segment(renderer, [*history, turn], messages, delta.new_segment, max_segment_tokens, tools)
     return NextContext(
         pieces=delta.pieces,
         images=renderer.placed(delta.pieces, kept),
         new_segment=None,
-        history=history,
         messages=kept,
         cut_tokens=cut,
     )
@@ -87,7 +78,6 @@ def open_segment(
         pieces=pieces,
         images=renderer.placed(pieces, [*history, *kept]),
         new_segment=reason,
-        history=list(history),
         messages=kept,
         cut_tokens=cut,
     )

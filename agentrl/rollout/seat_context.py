@@ -45,10 +45,10 @@ async def extend_context(episode: Episode, draft: TurnDraft, seat: Seat) -> Stop
         rewritten = await (runner.rewrite_context or runner.call_context_policy)(policy, view)
         draft.context = None if rewritten is None else tuple(rewritten)
     if draft.context is not None:
-        before, newest_messages = split_after_last_turn(draft.context)
-        render = partial(open_segment, renderer, before, newest_messages, "the context policy", most - 1, tools)
+        history, newest_messages = split_after_last_turn(draft.context)
+        render = partial(open_segment, renderer, history, newest_messages, "the context policy", most - 1, tools)
     else:
-        room = min(context_room, budget_room) - 1
+        history, room = [*seat.conversation, reply], min(context_room, budget_room) - 1
         render = partial(continue_context, *grown, max_tokens=room, max_segment_tokens=most - 1, tools=tools)
     continuation = await asyncio.to_thread(render) if is_long(messages) else render()
     if continuation is None:
@@ -61,7 +61,7 @@ async def extend_context(episode: Episode, draft: TurnDraft, seat: Seat) -> Stop
     if continuation.cut_tokens:
         draft.observation = replace(draft.observation, messages=tuple(continuation.messages))
         draft.observation_cut_tokens = continuation.cut_tokens
-    seat.conversation = continuation.conversation
+    seat.conversation = [*history, *continuation.messages]
     return None
 
 

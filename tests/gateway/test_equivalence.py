@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
+from agentrl.gateway.context_plan import ContextPlanner
 from agentrl.gateway.driver import GatewayDriver
 from agentrl.replay.fork import fork
 from agentrl.replay.replayer import replay_group
@@ -125,6 +126,28 @@ def test_random_request_graphs_keep_the_laws(hermes, seed):
     asyncio.run(
         play_agent(lambda c: random_client(c, Random(seed)), random_script, hermes, max_turns=12, context_length=1500)
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_replay_repeats_each_request_as_the_client_wrote_it(seed, hermes, monkeypatch):
+    """Also what it changed in the history without another meaning, in this request or in an earlier one."""
+    made, plan = [], ContextPlanner.plan
+    monkeypatch.setattr(
+        ContextPlanner, "plan", lambda self, r: made.append(json.dumps(r.messages, sort_keys=True)) or plan(self, r)
+    )
+
+    async def agent(client):
+        r, messages = Random(seed), [ASK]
+        for number in range(6):
+            if r.random() < 0.5:
+                at = r.randrange(len(messages))
+                messages[at] = {**messages[at], "content": messages[at]["content"] + " "}
+            messages += [message_of(await client.chat(messages)), user(f"more {number}")]
+
+    t = await play_agent(agent, ["one", "two"], hermes, max_turns=9)
+    assert (len(t.turns), len(t.segments)) == (6, 1)
+    assert any(turn.info["request"].get("changed") for turn in t.turns)
+    assert made[:6] == made[6:]
 
 
 # -- replay and fork -----------------------------------------------------------------------------------------------------

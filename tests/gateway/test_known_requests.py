@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import DataError
 from agentrl.gateway import known_requests
-from agentrl.gateway.conversation_tree import ConversationTree
+from agentrl.gateway.conversation_tree import TOOLS_CHANGED, ConversationTree, GeneratedTurn
 from agentrl.gateway.known_requests import KnownRequests, known_tools
 
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
@@ -70,7 +70,7 @@ def outcome(known, messages):
         conversation = known.messages(orjson.loads(orjson.dumps(messages)))
     except DataError as e:
         return str(e)
-    return json.dumps(conversation.messages), conversation.keys
+    return json.dumps(conversation.messages), conversation.paths
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -117,6 +117,12 @@ def test_equal_tools_are_shared_and_others_are_not():
 
 
 def test_the_forest_does_not_take_other_tools_for_those_of_the_last_request():
-    tree, message = ConversationTree(), [{"role": "user", "content": "a"}]
-    roots = [tree.match(message, known_tools([{"name": name}])).node for name in ("f", "g", "f")]
-    assert roots[0] is roots[2] is not roots[1]
+    tree, asked, answer = ConversationTree(), {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    f, g = (known_tools([{"name": name}]) for name in "fg")
+    match = tree.match([asked], f)
+    turn = GeneratedTurn(
+        index=0, segment=0, end=1, ids=(1,), message=answer, answered=answer, call_ids=(), cut=False, agent_id="policy"
+    )
+    node = tree.add_turn(tree.add(match.node, [asked], match.paths, f), turn, f, {})
+    again = [tree.match([asked, answer, asked], tools) for tools in (g, f, g)]
+    assert [(m.node is node, m.reason) for m in again] == [(False, TOOLS_CHANGED), (True, None), (False, TOOLS_CHANGED)]

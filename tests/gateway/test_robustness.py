@@ -251,6 +251,9 @@ REFUSED = {
     "no model": ({"messages": [ASK]}, 400, "model must be the name"),
     "an unknown model": ({**BODY, "model": "gpt-4o"}, 404, "'gpt-4o' is not served; use one of: policy, side"),
     "no messages": ({"model": "policy"}, 400, "expected a list of messages"),
+    "deep nesting": (
+        {**BODY, "messages": [{**ASK, "content": json.loads('[' * 300 + ']' * 300)}]}, 400, "nested too deeply"
+    ),
     "an unknown role": ({**BODY, "messages": [{"role": "robot", "content": "x"}]}, 400, "unknown role 'robot'"),
     "a field that is not served": ({**BODY, "web_search_options": {}}, 400, "'web_search_options' is not served"),
     "a value that is not served": ({**BODY, "logprobs": True}, 400, "logprobs = True is not served"),

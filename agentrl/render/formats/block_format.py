@@ -116,7 +116,7 @@ class BlockFormat:
         message: Message = {"role": "assistant", "content": visible.strip()}
         if thought:
             message["reasoning_content"] = thought
-        return {**message, "tool_calls": as_tool_calls(action)} if action.calls else message
+        return {**message, "tool_calls": as_tool_calls(action.calls)} if action.calls else message
 
     def inline_parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """Not supported: observations open a new turn."""

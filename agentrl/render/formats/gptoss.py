@@ -73,7 +73,7 @@ class HarmonyFormat(BlockFormat):
         message: Message = {"role": "assistant", "content": "" if action.calls else "\n".join(texts)}
         if thoughts:
             message["thinking"] = "\n".join(thoughts)
-        return {**message, "tool_calls": as_tool_calls(action)} if action.calls else message
+        return {**message, "tool_calls": as_tool_calls(action.calls)} if action.calls else message
 
 
 def _split_messages(text: str) -> Iterator[_HarmonyMessage]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from agentrl.types import Action, ParseError
+from agentrl.types import ParseError, ToolCall
 
 ParsedCall = tuple[str, dict[str, Any], str | None] | ParseError
 """name, arguments and id (None: the policy wrote none) of one call, or what is wrong with it"""
@@ -79,11 +80,9 @@ def check_arguments(name: str, value: Any, text: str, call_id: str | None = None
     return ParseError("content", flaw, text) if flaw else (name.strip(), value, call_id)
 
 
-def as_tool_calls(action: Action) -> list[dict[str, Any]]:
-    """The calls of an action as chat templates expect them."""
-    return [
-        {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in action.calls
-    ]
+def as_tool_calls(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Calls as chat templates expect them."""
+    return [{"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
 
 
 def read_separated_calls(text: str, separator: str) -> list[ParsedCall]:

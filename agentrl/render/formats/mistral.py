@@ -53,7 +53,7 @@ class MistralFormat(BlockFormat):
         if not action.calls:
             return self.message(action)
         content = BlockScan(self, action.text, cut=True).visible
-        return {"role": "assistant", "content": content, "tool_calls": as_tool_calls(action)}
+        return {"role": "assistant", "content": content, "tool_calls": as_tool_calls(action.calls)}
 
 
 def _read_named(text: str) -> ParsedCall:
