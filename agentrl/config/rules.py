@@ -54,6 +54,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     yield from _unused_by_the_loss(train)
     if not config.rollout.branch_at and _changed(config.rollout, "branch_samples"):
         yield "branch_samples", "without --branch-at; add it"
+    run = config.run
+    if run.distributed_timeout_minutes and 60 * run.distributed_timeout_minutes > run.trainer_timeout_s:
+        yield "distributed_timeout_minutes", f"above --trainer-timeout-s {run.trainer_timeout_s:g}; raise that too"
     if config.env.group_rm and not config.env.custom_rm_path:
         yield "group_rm", "without --custom-rm-path; add it, or mark a reward with @reward(group=True)"
     if not (data.prompt_data or config.eval.eval_prompt_data):

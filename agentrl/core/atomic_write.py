@@ -19,7 +19,7 @@ from agentrl.errors import StoreError
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`. It is synced to disk and renamed to `path` at the end, or removed if the block raises.
 
-    The order survives a power loss: contents, folders, rename, parent folder.
+    The order survives a power loss: parent folders, contents, folders, rename, parent folder.
 
     Raises:
         StoreError: `path` already exists.
@@ -27,9 +27,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise StoreError(f"{path} already exists; choose a new folder")
     remove_incomplete(path)
+    _make_synced(path.parent)
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     try:
         yield folder
         sync_tree(folder)
@@ -50,18 +51,36 @@ def remove_incomplete(path: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[Path]:
+def new_file(path: Path, *, synced: bool = True) -> Iterator[Path]:
     """Yield a path beside `path` to write to. It is renamed to `path` at the end, or removed if the block raises.
 
     A file at `path` is replaced. Any number of processes and threads may write the same file at the same time.
+
+    Args:
+        path: the file.
+        synced: sync it to disk before the rename, and the rename too. Otherwise a power loss may leave a file with other contents.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_synced(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.unlink(missing_ok=True)  # of an earlier process with the same id
     try:
         yield temporary
+        if synced:
+            sync(temporary)
         temporary.replace(path)
+        if synced:
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _make_synced(folder: Path) -> None:
+    """Create a folder and its parents as far as they are missing, and sync what was created to disk."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+    for created in reversed(missing):
+        sync(created.parent)
 
 
 def sync(path: Path) -> None:

@@ -392,7 +392,7 @@ class Components:
         return make_teachers(self.config.train.opd_teacher, self.folder)
 
     def _trainer_options(self) -> dict[str, Any]:
-        c = self.config
+        c, minutes = self.config, self.config.run.distributed_timeout_minutes
         return {
             "megatron": c.megatron,
             "world_size": c.train.actor_num_gpus_per_node,
@@ -403,6 +403,7 @@ class Components:
             "dtype": c.model.dtype,
             "threads": c.engine.threads,
             "timeout_s": c.run.trainer_timeout_s,
+            "collective_timeout_s": None if minutes is None else 60 * minutes,
         }
 
     async def close_agents(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,7 @@ def _converted(name: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
     target = cache / f"{source.stem}-{key}"
     if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}-{os.getpid()}")
-        try:
-            convert_gguf(source, temporary).rename(target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        convert_gguf(source, target)
     return target
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from agentrl.config import Config
+from agentrl.core.atomic_write import new_file
 from agentrl.rollout.failures import CauseTable
 from agentrl.run.trackers import Tracker, open_trackers
 from agentrl.types import Group
@@ -159,7 +160,8 @@ class Report:
 
     def finish(self, folder: Path, config: Config) -> None:
         """Write summary.json and draw curve.png."""
-        (folder / "summary.json").write_bytes(orjson.dumps(self.summary(config), option=orjson.OPT_INDENT_2))
+        with new_file(folder / "summary.json") as file:
+            file.write_bytes(orjson.dumps(self.summary(config), option=orjson.OPT_INDENT_2))
         draw_curve(folder / "curve.png", self.rewards, self.evals, config, self.eval_score)
 
     def closing_summary(self, folder: Path) -> str:

@@ -176,7 +176,8 @@ def resolve_recorded(given: Given, recorded: Path) -> Config:
 
 
 _RESUMABLE = {
-    "num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level", "use_fault_tolerance", "trainer_timeout_s"
+    "num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level", "use_fault_tolerance",
+    "trainer_timeout_s", "distributed_timeout_minutes"
 }  # fmt: skip
 """Settings that may change when a run continues."""
 

@@ -21,8 +21,8 @@ from agentrl.run.report import Report
 from agentrl.run.run_log import Echo, RunLog
 from agentrl.run.run_tasks import evaluation_sets, task_counts, training_source
 from agentrl.run.trackers import require_trackers
-from agentrl.store import Recording
 from agentrl.store.checkpoints import last_checkpoint
+from agentrl.store.episode_files import count_readable
 from agentrl.store.run_folder import RunFolder
 from agentrl.types import Group
 
@@ -109,7 +109,7 @@ class EpisodeRun:
         """Take over the state of the last checkpoint; without one the run starts from the beginning."""
         self.checkpoint, self.state, self.damaged = last_checkpoint(path, self.config)
         if self.checkpoint is None:
-            self.dropped_episodes = len(Recording(path).episodes) if (path / "episodes").is_dir() else 0
+            self.dropped_episodes = count_readable(path / "episodes") if (path / "episodes").is_dir() else 0
             return
         self.check_state(self.state)
         self.policy_version = self.state["policy_version"]

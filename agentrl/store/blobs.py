@@ -115,6 +115,7 @@ def sync_blobs(folders: Iterable[Path], synced: Set[Path]) -> set[Path]:
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    if not path.exists():
-        with new_file(path) as temporary:
+    """Write a file unless it has these contents. A power loss may have left it with others, since it is synced with the next checkpoint."""
+    if not path.exists() or path.read_bytes() != content:
+        with new_file(path, synced=False) as temporary:
             temporary.write_bytes(content)

@@ -156,6 +156,17 @@ def read_records(path: Path, on_truncated: Callable[[Path], None] | None = None)
     return filter(is_episode, all_records(path, on_truncated))
 
 
+def count_readable(path: Path) -> int:
+    """Return the number of episodes before the first record that cannot be read; a power loss may leave such records at the end."""
+    count = 0
+    try:
+        for _ in read_records(path):
+            count += 1
+    except StoreError:
+        pass
+    return count
+
+
 def read_episodes(path: Path) -> Iterator[Trajectory]:
     """Yield the trajectories in a file, a folder of episodes or a run folder."""
     blobs = blobs_folder(path)
@@ -171,6 +182,7 @@ def truncate(folder: Path, number: int, size: int) -> None:
             index.unlink(missing_ok=True)
         elif number_of(file) == number and file.stat().st_size > size:
             os.truncate(file, size)
+            sync(file)  # later checkpoints sync the files that are written after this one, and not it
             if index.exists():
                 kept, _ = read_entries(index.read_bytes(), 0, size, number)
                 index.write_bytes(b"".join(map(write_entry, kept)))

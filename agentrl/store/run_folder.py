@@ -94,6 +94,7 @@ class RunFolder:
             StoreError: the run is still active.
         """
         folder = cls(path, config, state)
+        folder._remove_temporary()
         set_aside_after(path, checkpoint)
         _write_config(path, config, version)
         return folder
@@ -142,7 +143,20 @@ class RunFolder:
         if final.exists():
             final.rename(old)
         new.rename(final)
+        sync(self.path)
         shutil.rmtree(old, ignore_errors=True)
+
+    def _remove_temporary(self) -> None:
+        """Remove what a run that was killed, or lost power, was writing. `hf/` is put back if it was being replaced."""
+        final, old = (self.path / name for name in ("hf", ".hf-old"))
+        if old.exists() and not final.exists():
+            old.rename(final)
+        for pattern in (".*", "episodes/*/.*"):
+            for path in self.path.glob(pattern):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def close(self) -> None:
         self.metrics.close()

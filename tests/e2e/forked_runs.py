@@ -1,7 +1,8 @@
 """`agentrl` in forks of one process that has imported torch and megatron, each killed at a given moment: importing takes longest.
 
 It prints the id of the process whose forks are the ranks. Then it reads a line of JSON for each job, {"words": arguments, "ranks": N,
-"kill": moment or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds and the events. KILLS_MEMORY names the
+"kill": moment or null, "record": [folder, file] or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds
+and the events. With "record", what happens to the folder is recorded (see power_loss.py) and pickled into the file. KILLS_MEMORY names the
 folder that the runs use as shared memory.
 
 A moment is {"after_s": S} after the start; {"event": N}, before the N-th time that a file, folder, process or socket is touched; or
@@ -10,6 +11,7 @@ A moment is {"after_s": S} after the start; {"event": N}, before the N-th time t
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -17,8 +19,13 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from power_loss import Recorder
 
 from agentrl.core.child_process import POLL_S, exit_now, process_exists
 
@@ -169,6 +176,15 @@ class Killer:
         setattr(owner, name, wrapped)
 
 
+@contextmanager
+def recorded(folder, file):
+    """A block in which what happens to a folder is recorded into a file."""
+    record = Recorder(Path(folder))
+    with record.recording():
+        yield
+    Path(file).write_bytes(pickle.dumps(record.log))
+
+
 def run(job, template):
     """Run the command in this process, which ends with its status."""
     os.setsid()
@@ -183,7 +199,8 @@ def run(job, template):
     killer = Killer(job["kill"], ranks)
     status = 70
     try:
-        status = main(job["words"])
+        with recorded(*job["record"]) if job["record"] else nullcontext():
+            status = main(job["words"])
     except BaseException:
         traceback.print_exc()
     finally:

@@ -65,10 +65,10 @@ class Forks:
         self.own = {self.process.pid, int(self.process.stdout.readline())}
         """the process itself, and the one whose forks are the ranks"""
 
-    def run(self, words, ranks, kill=None):
-        """Run a command; what became of it, with its output."""
+    def run(self, words, ranks, kill=None, record=None):
+        """Run a command; what became of it, with its output. `record`: the folder whose changes are recorded, and the file of the record."""
         output = self.folder / "output.txt"
-        job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "output": str(output)}
+        job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "record": record, "output": str(output)}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())
         return answer | {"output": output.read_text(errors="replace")}

@@ -14,7 +14,7 @@ _SYNC = "weight_sync/test_verify_joint.py"
 _STORE = "store/test_checkpoints.py"
 _HOSTILE = "store/test_hostile_records.py"
 _ANSWERS = "engine/test_answers.py::test_a_wrong_answer_is_an_engine_failure_with_its_cause"
-_GOOD_ANSWER = "engine/test_answers.py::test_mutated_answers_fail_or_hold_what_is_trained"
+_POWER = "store/test_power_loss.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ FAULTS = (
         "engine/sglang/protocol.py",
         "if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):",
         "if log_probs and max(log_probs) > MAX_LOG_PROB:",
-        _GOOD_ANSWER,
+        _ANSWERS,
     ),
     Fault(
         "old weights after a restart are believed",
@@ -330,7 +330,7 @@ FAULTS = (
         "render/message_shape.py",
         "tuple((k, walk(v, k, structure if isinstance(v, str) else ())) for k, v in value.items())",
         'tuple((k, walk(v, k, ("role", "type"))) for k, v in value.items())',
-        "render/test_assistant_turn.py::test_text_under_keys_like_those_of_messages_is_text",
+        "render/test_assistant_turn.py::test_text_under_keys_like_those_of_messages_is_no_part_of_the_shape",
     ),
     # store
     Fault(
@@ -367,6 +367,49 @@ FAULTS = (
         "            part.sync()\n",
         "            part.position()\n",
         f"{_STORE}::test_files_are_synced_before_the_rename",
+    ),
+    Fault(
+        "a file is renamed before it is synced",
+        "core/atomic_write.py",
+        "            sync(temporary)\n",
+        "            pass\n",
+        f"{_POWER}::test_a_run_continues_equal_after_a_power_loss_at_any_moment",
+    ),
+    Fault(
+        "the folder above a new folder of runs is not synced",
+        "core/atomic_write.py",
+        "        sync(created.parent)\n",
+        "        pass\n",
+        f"{_POWER}::test_what_was_synced_outlasts_a_power_loss",
+        quick=True,
+    ),
+    Fault(
+        "old weights are removed before the new ones have their name",
+        "store/run_folder.py",
+        "        new.rename(final)\n        sync(self.path)\n",
+        "        new.rename(final)\n",
+        f"{_POWER}::test_what_was_synced_outlasts_a_power_loss",
+    ),
+    Fault(
+        "an image that a power loss damaged is kept",
+        "store/blobs.py",
+        "if not path.exists() or path.read_bytes() != content:",
+        "if not path.exists():",
+        f"{_POWER}::test_a_run_continues_equal_after_a_power_loss_at_any_moment",
+    ),
+    Fault(
+        "a truncated file of episodes is not synced",
+        "store/episode_files.py",
+        "            sync(file)  #",
+        "            pass  #",
+        f"{_POWER}::test_dropped_episodes_do_not_return",
+    ),
+    Fault(
+        "a temporary file of an earlier process with the same id is an error",
+        "core/atomic_write.py",
+        "    temporary.unlink(missing_ok=True)  # of",
+        "    # of",
+        f"{_POWER}::test_a_temporary_file_of_an_earlier_process_with_the_same_id_is_replaced",
     ),
     Fault(
         "a child of user code keeps the lock",

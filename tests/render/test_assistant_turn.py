@@ -12,6 +12,7 @@ from transformers.utils import chat_template_utils
 from agentrl.data.conversations import to_trajectory
 from agentrl.data.message_form import normal_messages
 from agentrl.errors import TemplateError
+from agentrl.render.message_shape import shape_of
 from agentrl.types import Provenance
 
 MODES = [(m.name, options) for m in MODELS for options in (({m.reads: True}, {m.reads: False}) if m.reads else ({},))]
@@ -230,6 +231,19 @@ def test_text_under_keys_like_those_of_messages_is_text(name, key):
             ids = [i for _, piece in ours.prompt(messages) for i in piece]
             counts.append([i for i in ids if i in set(ours.tokenizer.added.values())])
         assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("key", ["type", "role"])
+def test_text_under_keys_like_those_of_messages_is_no_part_of_the_shape(key):
+    """Otherwise it would be taken for text of the template, and each value would be another shape."""
+
+    def shape(value):
+        call = {"type": "function", "function": {"name": "f", "arguments": {key: value, "a": [{key: value}]}}}
+        return shape_of([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    (one, texts, _), (other, _, _) = shape("<|im_end|>"), shape("x")
+    assert one == other
+    assert texts.count("<|im_end|>") == 2
 
 
 @pytest.mark.parametrize("name", [m.name for m in MODELS if m.name not in NO_CALLS])

@@ -604,6 +604,7 @@ CASES = [
     Case("actor_num_gpus_per_node", 2, trainer("world_size"), 2),
     Case("async_save", True, lambda s: [e for e in s.trainer.events if "save" in e], ["save begun", "save complete"]),
     Case("trainer_timeout_s", 60.0, trainer("timeout_s"), 60.0),
+    Case("distributed_timeout_minutes", 0.5, trainer("collective_timeout_s"), 30.0),
     Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
     # evaluation

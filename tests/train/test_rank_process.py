@@ -1,4 +1,4 @@
-"""A rank whose controller was killed leaves nothing behind."""
+"""A rank whose controller was killed leaves nothing behind; its collective operations have a time limit."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from processes import read_line
 
 RANK = """
@@ -51,3 +52,27 @@ def test_a_killed_controller_takes_ranks_and_their_helpers_along():
         for pid in pids:
             if not gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+GROUPS = """
+from pathlib import Path
+from agentrl.core.ports import free_port
+from agentrl.train.megatron.rank_pool import RankSetup
+from agentrl.train.megatron.rank_process import join_process_group
+off = dict(reference=False, tree_packing=True, critic=False, true_on_policy=False)
+join_process_group(RankSetup(
+    model=Path("m"), megatron={}, dtype="float32", **off, seed=0, threads=1, rank=0, world=1, port=free_port(), timeout_s=45.0
+))
+import torch
+from megatron.core import parallel_state as p
+groups = torch.distributed.group.WORLD, p.get_data_parallel_group(), p.get_tensor_model_parallel_group(), p.get_model_parallel_group()
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+print(*{group._get_backend(device).options._timeout.total_seconds() for group in groups})
+"""
+
+
+@pytest.mark.slow
+def test_the_time_limit_of_collective_operations_holds_in_every_process_group():
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    done = subprocess.run([sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "45.0\n", done.stderr[-2000:]

@@ -43,6 +43,8 @@ class RunSettings:
     error, a signal or a loss that is not finite, and at most 3 times without progress. Engines, runner processes and episodes are always replaced."""
     trainer_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """seconds after which a trainer rank that has not answered counts as hung"""
+    distributed_timeout_minutes: Annotated[float | None, Field(gt=0)] = None
+    """minutes after which a collective operation of the trainer's ranks fails (default: --trainer-timeout-s)"""
     tensorboard: bool = True
     """write TensorBoard events into the run folder"""
     profile: Annotated[int | None, Field(ge=1)] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from agentrl.core.atomic_write import new_folder
 from agentrl.errors import ConfigError
 
 
@@ -31,8 +32,9 @@ def convert_gguf(source: Path, target: Path) -> Path:
         raise ConfigError(f"{source}: cannot be read as GGUF: {str(e).splitlines()[0]}") from e
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # not marked as quantised
     model.load_state_dict(quantised.state_dict())
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with new_folder(target) as new:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
     return target
 
 

@@ -49,7 +49,7 @@ def join_process_group(setup: RankSetup) -> None:
         context_parallel_size=setup.megatron.get("context_parallel_size", 1),
         expert_model_parallel_size=setup.megatron.get("expert_model_parallel_size", 1),
         expert_tensor_parallel_size=setup.megatron.get("expert_tensor_parallel_size"),
-        distributed_timeout_minutes=max(1, int(setup.timeout_s // 60)),
+        distributed_timeout_minutes=setup.timeout_s / 60,  # megatron makes a timedelta of it
     )
     random.seed(setup.seed)
     np.random.seed(setup.seed % 2**32)

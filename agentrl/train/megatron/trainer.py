@@ -65,6 +65,7 @@ class MegatronTrainer:
         run_dir: Path,
         threads: int | None = None,
         timeout_s: float = 3600.0,
+        collective_timeout_s: float | None = None,
     ) -> None:
         """Start the ranks and load the model.
 
@@ -83,6 +84,7 @@ class MegatronTrainer:
             run_dir: logs are written to run_dir/trainer, those of a critic to run_dir/critic.
             threads: CPU threads of each rank; None: the machine's cores divided evenly. Results are bit-exact only at equal threads.
             timeout_s: maximum duration of a command.
+            collective_timeout_s: maximum duration of a collective operation of the ranks; None: that of a command.
 
         Raises:
             ConfigError: settings contradict each other or the model.
@@ -118,7 +120,7 @@ class MegatronTrainer:
                 rank=rank,
                 world=ranks,
                 port=port,
-                timeout_s=timeout_s,
+                timeout_s=timeout_s if collective_timeout_s is None else collective_timeout_s,
             )
             for rank in range(ranks)
         ]
