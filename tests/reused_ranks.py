@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
 from agentrl.train.megatron import rank_process
+from agentrl.train.megatron.rank_place import ConnectedRank
 from agentrl.train.megatron.rank_pool import RankPool, RankSetup
 
 
@@ -23,12 +22,12 @@ class RankStock:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.started = folder, 0
-        self.idle: list[tuple[subprocess.Popen[bytes], Connection, Path]] = []
+        self.idle: list[tuple[ConnectedRank, Path]] = []
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Trainers that start inside take ranks of the stock, and return them when they close."""
-        with patch("agentrl.train.megatron.trainer.RankPool", lambda world, *_: ReusedRanks(self, world)):
+        with patch("agentrl.train.megatron.trainer.RankPool", lambda places, *_: ReusedRanks(self, len(places))):
             yield
 
     def close(self) -> None:
@@ -38,25 +37,30 @@ class RankStock:
 class ReusedRanks(RankPool):
     """Ranks that stay when a trainer closes, except after a failure."""
 
-    module = "reused_ranks"
-
     def __init__(self, stock: RankStock, world: int) -> None:
         taken = [stock.idle.pop() for _ in range(min(world, len(stock.idle)))]
         stock.started += 1
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        with patch.dict(os.environ, PYTHONPATH=path):
-            super().__init__(world - len(taken), stock.folder / str(stock.started), 1)
+        super().__init__([NewRank()] * (world - len(taken)), stock.folder / str(stock.started), 1)
         self.stock = stock
-        for process, connection, log in taken:
+        for process, log in taken:
             self.processes.append(process)
-            self.connections.append(connection)
+            self.connections.append(process.connection)
             self.logs.append(log)
 
     def close(self, grace_s: float = 5.0) -> None:
         if grace_s == 0:
             super().close(grace_s)
-        self.stock.idle += zip(self.processes, self.connections, self.logs, strict=False)
+        self.stock.idle += zip(self.processes, self.logs, strict=False)
         self.processes, self.connections = [], []
+
+
+class NewRank:
+    """Starts a rank that can be used again."""
+
+    def start(self, rank: int, log: Path, threads: int) -> ConnectedRank:
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        with patch.dict(os.environ, PYTHONPATH=path):
+            return ConnectedRank(log, threads, "reused_ranks")
 
 
 def join_again(setup: RankSetup) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.cli.flags import add_flags
+from agentrl.config import Config
 from agentrl.core.terminal_text import print_now as print_now
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import EpisodeRunner
@@ -87,6 +88,20 @@ def require_no_more(rest: Sequence[str]) -> None:
     """
     if rest:
         raise ConfigError(f"unexpected {rest[0]!r}")
+
+
+def joins(config: Config, run: Path | None = None) -> bool:
+    """Whether this node only has trainer ranks of a run on several nodes. They ran then, until node 0 ended the run in the folder `run`.
+
+    Raises:
+        AgentRLError: node 0 did not start, or is gone.
+    """
+    from agentrl.run.machines import join_run, node_rank
+
+    if node_rank(config.train) == 0:
+        return False
+    join_run(config, run or (Path(config.run.run) if config.run.run else None), print_now)
+    return True
 
 
 STOP_TIMEOUT_S = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.cli.common import Commands, print_now, run_job
+from agentrl.cli.common import Commands, joins, print_now, run_job
 from agentrl.cli.flags import read_given
 from agentrl.run.resolve import resolve_trained
 
@@ -22,5 +22,7 @@ def add_parser(commands: Commands) -> None:
 def run_sft(args: argparse.Namespace, rest: list[str]) -> int:
     from agentrl.run.sft import sft
 
-    run_job(sft(resolve_trained(read_given(args, rest), args.episodes), args.episodes, echo=print_now))
+    config = resolve_trained(read_given(args, rest), args.episodes)
+    if not joins(config):
+        run_job(sft(config, args.episodes, echo=print_now))
     return 0

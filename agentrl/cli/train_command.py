@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from agentrl.cli.common import Commands, print_now, run_job
+from agentrl.cli.common import Commands, joins, print_now, run_job
 from agentrl.cli.flags import read_given
 from agentrl.config import Config
 from agentrl.errors import ConfigError
+from agentrl.run.machines import flags_of_node
 from agentrl.run.resolve import resolve_played, resolve_resumed, resolve_trained
 from agentrl.run.supervisor import Supervised, supervise
 
@@ -50,7 +51,9 @@ def run_train(args: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("--debug-train-only trains on recorded episodes; give --load-debug-rollout-data RUN")
     _require_one(args)
     if args.train_only:
-        run_job(train_only(resolve_trained(read_given(args, rest), [args.train_only]), args.train_only, echo=print_now))
+        config = resolve_trained(read_given(args, rest), [args.train_only])
+        if not joins(config):
+            run_job(train_only(config, args.train_only, echo=print_now))
         return 0
     if args.debug_rollout_only:
         run_job(rollout_only(resolve_played(read_given(args, rest), scored=False), echo=print_now))
@@ -61,6 +64,8 @@ def run_train(args: argparse.Namespace, rest: list[str]) -> int:
         given = read_given(args, rest)
         how = "--resume" if args.resume else "--load"
         config = resolve_resumed(given, run, how=how) if run else resolve_played(given, scored=True)
+        if joins(config, run):
+            return 0
         if config.run.use_fault_tolerance and supervised is None:
             return _supervise(args.words, config)
         on_folder = supervised.report_folder if supervised else None
@@ -73,7 +78,8 @@ def _supervise(words: Sequence[str], config: Config) -> int:
     agentrl = [sys.executable, "-m", "agentrl.cli"]
 
     def resume(folder: Path) -> list[str]:
-        return [*agentrl, "train", "--resume", str(folder), "--log-level", config.run.log_level]
+        node = flags_of_node(config.train)
+        return [*agentrl, "train", "--resume", str(folder), "--log-level", config.run.log_level, *node]
 
     return supervise([*agentrl, *words], resume, lambda line: print_now(f"agentrl train: {line}", sys.stderr))
 

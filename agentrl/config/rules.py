@@ -28,6 +28,7 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     _check_loss(config)
     _check_true_on_policy(config)
     _check_engine(config)
+    _check_nodes(config)
     _check_functions(config)
     _check_schedule(config)
     _check_eval_data(config.eval.eval_prompt_data)
@@ -52,6 +53,10 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     engine, train, data = config.engine, config.train, config.data
     yield from _schedule_without_effect(config.schedule)
     yield from _unused_by_the_loss(train)
+    if train.actor_num_nodes == 1:
+        for name in ("node_rank", "master_addr", "master_port"):
+            if _changed(train, name):
+                yield name, "without --actor-num-nodes; add it"
     if not config.rollout.branch_at and _changed(config.rollout, "branch_samples"):
         yield "branch_samples", "without --branch-at; add it"
     run = config.run
@@ -231,12 +236,31 @@ def _check_engine(config: Config) -> None:
         if engine.ray_address is not None:
             _check_ray(config)
         return
-    given = [_flag(name) for name in _SGLANG_ONLY if _changed(engine, name)]
+    several = config.train.actor_num_nodes > 1
+    read = ("update_weight_disk_dir",) if several else ()
+    given = [_flag(name) for name in _SGLANG_ONLY if name not in read and _changed(engine, name)]
     given += [f"--sglang-{name.replace('_', '-')}" for name in config.sglang]
     if config.rollout.runner_processes > 1:
         given.append("--runner-processes")
     if given:
         raise ConfigError(f"{given[0]} needs --engine sglang (the engine is {engine.engine})")
+
+
+def _check_nodes(config: Config) -> None:
+    """Refuse what does not reach trainer ranks on other machines."""
+    train, engine = config.train, config.engine
+    if train.actor_num_nodes == 1:
+        return
+    several = f"--actor-num-nodes {train.actor_num_nodes}"
+    if train.actor_num_gpus_per_node is None:
+        raise ConfigError(f"{several} needs --actor-num-gpus-per-node, the number of trainer ranks on each node")
+    if train.node_rank is not None and train.node_rank >= train.actor_num_nodes:
+        raise ConfigError(f"--node-rank {train.node_rank} is not a node of {several}, which are counted from 0")
+    by_disk = engine.weight_sync or ("disk" if engine.rollout_external_engine_addrs or engine.ray_address else "split")
+    if engine.engine == "sglang" and (engine.colocate or by_disk != "disk"):
+        raise ConfigError(
+            f"{several} needs --weight-sync disk, without --colocate: the other ways send weights from ranks on this machine only"
+        )
 
 
 def _check_schedule(config: Config) -> None:

@@ -32,6 +32,7 @@ from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
 from agentrl.rollout.process_pool import ProcessPool
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
+from agentrl.run.machines import make_nodes
 from agentrl.run.model_folder import context_length, model_config, model_folder
 from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from agentrl.run.evaluation_engine import EvaluationEngine
     from agentrl.train.base import Critic, Trainer
     from agentrl.train.distillation import Teachers
+    from agentrl.train.megatron.nodes import Nodes
     from agentrl.train.megatron.trainer import MegatronTrainer
     from agentrl.weight_sync.base import WeightSync
 
@@ -89,6 +91,8 @@ class Components:
         self.gives_state_keys: bool = self.env_class.gives_state_keys
         """whether the environment says in which state each turn begins; `require_env` asks an instance"""
         self._pools: ThreadPools | None = None
+        self._nodes: Nodes | None = None
+        """the machines of the trainer's ranks, once they are started on several"""
         check_prompts(self.env_class, self.renderer, str(self.folder))
         self.tasks = TaskSets(config, self.env_class, self.renderer)
         self.scorer = Scorer(self._rewards(), reward_key=config.env.reward_key)
@@ -157,7 +161,7 @@ class Components:
                 f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
             )
         train = self.config.train
-        options = {"tree_packing": train.tree_packing}
+        options: dict[str, Any] = {"tree_packing": train.tree_packing, "nodes": train.actor_num_nodes}
         check_trainer(self.folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
 
     def require_critic(self) -> None:
@@ -170,7 +174,8 @@ class Components:
             from agentrl.train.megatron.megatron_settings import check_trainer
 
             train, folder = self.config.train, self.critic_folder()
-            options = {"tree_packing": train.tree_packing, "critic": True}
+            options: dict[str, Any] = {"tree_packing": train.tree_packing, "critic": True}
+            options["nodes"] = train.actor_num_nodes
             check_trainer(folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
 
     def critic_folder(self) -> Path:
@@ -382,6 +387,9 @@ class Components:
     def _start_trainer(self, model: Path, run_dir: Path, **options: Any) -> MegatronTrainer | RestartingTrainer:
         from agentrl.train.megatron.trainer import MegatronTrainer
 
+        if self._nodes is None:
+            self._nodes = make_nodes(self.config, run_dir)
+        options |= {"nodes": self._nodes} if self._nodes else {}
         start = functools.partial(MegatronTrainer, model, run_dir=run_dir, **options, **self._trainer_options())
         return RestartingTrainer(start, run_dir / "trainer") if self.config.run.use_fault_tolerance else start()
 
@@ -395,7 +403,7 @@ class Components:
         c, minutes = self.config, self.config.run.distributed_timeout_minutes
         return {
             "megatron": c.megatron,
-            "world_size": c.train.actor_num_gpus_per_node,
+            "world_size": (c.train.actor_num_gpus_per_node or 0) * c.train.actor_num_nodes or None,
             "seed": c.run.seed,
             "micro_batch_tokens": c.train.max_tokens_per_gpu,
             "micro_batch_rows": c.train.micro_batch_size,
@@ -415,10 +423,12 @@ class Components:
             await self.driver.close()
 
     def close(self) -> None:
-        """Stop the threads of rewards and the processes of user code."""
+        """Stop the threads of rewards, the processes of user code, and the other machines of the trainer."""
         for components in self.envs.values():
             components.close()
         self.scorer.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self._pools is not None:
             self._pools.end_processes()
 

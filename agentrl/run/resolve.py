@@ -120,13 +120,13 @@ def resolve_trained(given: Given, sources: Sequence[Path]) -> Config:
 
 _OF_EPISODES = ("hf_checkpoint", "template_args", "env", "action_format")
 """Settings that the episodes of one run have in common."""
-_NOT_TAKEN = {"run", "runner_processes", "sglang"}
+_NOT_TAKEN = {"run", "runner_processes", "sglang", "actor_num_nodes"}
 """Settings of a recorded run that a run on its episodes does not take, apart from those of the engine."""
 
 
 _READ_BY_SFT = (
     "rollout_max_context_len threads lr lr_warmup_rollouts lr_decay_style calculate_per_token_loss max_tokens_per_gpu "
-    "actor_num_gpus_per_node tree_packing"
+    "actor_num_gpus_per_node actor_num_nodes node_rank master_addr master_port tree_packing"
 ).split()
 """Settings of the sections below that `agentrl sft` reads."""
 _SECTIONS_OF_EPISODES = ("data", "rollout", "engine", "gateway", "train", "eval")
@@ -177,7 +177,7 @@ def resolve_recorded(given: Given, recorded: Path) -> Config:
 
 _RESUMABLE = {
     "num_rollout", "save_interval", "eval_interval", "threads", "concurrency", "log_level", "use_fault_tolerance",
-    "trainer_timeout_s", "distributed_timeout_minutes"
+    "trainer_timeout_s", "distributed_timeout_minutes", "node_rank", "master_addr", "master_port",
 }  # fmt: skip
 """Settings that may change when a run continues."""
 

@@ -18,6 +18,7 @@ from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.run.components import Components
 from agentrl.run.evaluation import Evaluations, evaluate
+from agentrl.run.machines import require_weights_folder
 from agentrl.run.metrics import StageReport, mean_over_steps
 from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
@@ -62,6 +63,7 @@ async def train(
     require_groups(config)
     require_estimator(config)
     check_schedule(config)
+    require_weights_folder(config)
     components = Components(config)
     components.require_critic()
     await components.require_env()

@@ -106,10 +106,13 @@ class RestartingTrainer:
         """how often the ranks were started again"""
         self._journal = Journal(folder)
         self._ranks: Ranks | None = start()
-        first = self._ranks
-        self.dtype, self.copies, self.stages = first.dtype, first.copies, first.stages
-        self.micro_batch_tokens, self.micro_batch_rows = first.micro_batch_tokens, first.micro_batch_rows
-        self.multiple, self.tree_packing = first.multiple, first.tree_packing
+        self._describe(self._ranks)
+
+    def _describe(self, ranks: Ranks) -> None:
+        """Take over the attributes of the protocol; on fewer nodes there are fewer copies."""
+        self.dtype, self.copies, self.stages = ranks.dtype, ranks.copies, ranks.stages
+        self.micro_batch_tokens, self.micro_batch_rows = ranks.micro_batch_tokens, ranks.micro_batch_rows
+        self.multiple, self.tree_packing = ranks.multiple, ranks.tree_packing
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -161,6 +164,7 @@ class RestartingTrainer:
             ranks.close()
             self._ranks = None
             raise
+        self._describe(ranks)
         return ranks
 
     def _restore(self, ranks: Ranks) -> None:

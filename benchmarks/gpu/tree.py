@@ -101,7 +101,9 @@ def start_rank(args: argparse.Namespace) -> Any:
         seed=0,
         threads=torch.get_num_threads(),
         rank=0,
+        local_rank=0,
         world=1,
+        host="127.0.0.1",
         port=free_port(),
         timeout_s=600.0,
     )

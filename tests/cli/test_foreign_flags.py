@@ -123,12 +123,20 @@ def test_all_wrong_flags_are_reported_at_once():
 
 
 def test_flags_without_effect_are_accepted_and_named_once_for_each_reason(caplog):
-    words = ["--balance-data", "--swiglu", "--norm-epsilon", "1e-6", "--actor-num-nodes", "1", "--weight-decay", "0.5"]
+    words = [
+        "--balance-data",
+        "--swiglu",
+        "--norm-epsilon",
+        "1e-6",
+        "--use-dynamic-batch-size",
+        "--weight-decay",
+        "0.5",
+    ]
     assert read(*words) == {"megatron": {"weight_decay": 0.5}}
     assert "--swiglu, --norm-epsilon: without effect, since the model's config.json decides it" in caplog.messages
     assert len(caplog.messages) == 3
-    with pytest.raises(ConfigError, match="--actor-num-nodes is not accepted: training runs on one machine"):
-        read("--actor-num-nodes", "2")
+    with pytest.raises(ConfigError, match="--nnodes is not accepted: give --actor-num-nodes"):
+        read("--nnodes", "2")
 
 
 SCRIPT = """

@@ -291,7 +291,7 @@ def test_a_rank_that_dies_or_hangs_in_a_step_changes_no_bit(signal_name, ranks, 
 
     def disturb():
         pool = hurt._ranks.pool
-        kill = functools.partial(os.kill, pool.processes[-1].pid, getattr(signal, signal_name))
+        kill = functools.partial(os.kill, pool.processes[-1].process.pid, getattr(signal, signal_name))
         pool.connections[-1] = Disturbed(pool.connections[-1], kill)
 
     assert train(hurt, disturb) == expected

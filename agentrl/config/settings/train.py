@@ -142,9 +142,22 @@ class TrainSettings:
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
     """maximum rows of a micro-batch (default: only --max-tokens-per-gpu bounds it)"""
     actor_num_gpus_per_node: Annotated[int | None, Field(ge=1)] = None
-    """trainer ranks, one per GPU (default: one data-parallel copy)
+    """trainer ranks of a machine, one per GPU (default: one copy)
 
     Without GPUs, the number of processes. One data-parallel copy is tensor × pipeline × context parallel size ranks."""
+    actor_num_nodes: Annotated[int, Field(ge=1)] = 1
+    """machines (nodes) with trainer ranks, --actor-num-gpus-per-node on each
+
+    Start the same command on every node, with --node-rank, and with a run folder that all of them share. Node 0 runs everything, the others
+    trainer ranks only."""
+    node_rank: Annotated[int | None, Field(ge=0, exclude=True)] = None
+    """number of this node, from 0, with --actor-num-nodes (default: the environment variable NODE_RANK, or GROUP_RANK of torchrun)"""
+    master_addr: Annotated[str | None, "HOST", Field(exclude=True)] = None
+    """address of node 0 at which the other nodes reach it, with --actor-num-nodes (default: the environment variable MASTER_ADDR)"""
+    master_port: Annotated[int | None, Field(ge=1, lt=65536, exclude=True)] = None
+    """port of node 0 for the other nodes, with --actor-num-nodes (default: the environment variable MASTER_PORT, or any free port)
+
+    The other nodes read address, port and the secret of the run from nodes.json in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

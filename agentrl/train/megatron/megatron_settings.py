@@ -61,12 +61,20 @@ def check_trainer(
     requested_ranks: int | None,
     gpus: int,
     *,
+    nodes: int = 1,
     tree_packing: bool = True,
     critic: bool = False,
 ) -> None:
-    """Check everything that can be known before a rank starts. `gpus`: GPUs of this machine; 0: the ranks run on its CPU.
+    """Check everything that can be known before a rank starts.
 
-    `critic`: the folder may lack the output layer.
+    Args:
+        folder: the model.
+        settings: megatron's.
+        requested_ranks: ranks on each machine; None: one data-parallel copy, on one machine.
+        gpus: GPUs of this machine; 0: the ranks run on its CPU.
+        nodes: machines with ranks.
+        tree_packing: rows that share a prefix are computed as a tree.
+        critic: the folder may lack the output layer.
 
     Raises:
         UsageError: the trainer cannot start.
@@ -74,9 +82,9 @@ def check_trainer(
     model = read_model_config(folder)
     check_settings(settings, model, cpu=not gpus)
     check_tree(settings, tree_packing=tree_packing)
-    ranks, _ = rank_counts(settings, requested_ranks)
-    if 0 < gpus < ranks:
-        raise ConfigError(f"the trainer needs {ranks} GPUs, one for each rank; this machine has {gpus}")
+    ranks, _ = rank_counts(settings, (requested_ranks or 0) * nodes or None)
+    if 0 < gpus < (here := ranks // nodes):
+        raise ConfigError(f"the trainer needs {here} GPUs, one for each rank; this machine has {gpus}")
     if left_out := check_names(folder, model, tensor_names(folder), critic=critic):
         logger.warning(
             "%s: %d tensors of layers for multi-token prediction are neither trained nor exported (%s …)",
@@ -146,6 +154,15 @@ def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
                 f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of {name} parallel size = {size}"
             )
     return ranks, copy
+
+
+def can_have(settings: Settings, ranks: int) -> bool:
+    """Whether that many ranks divide into whole copies."""
+    try:
+        rank_counts(settings, ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,19 +1,12 @@
 """The trainer's rank processes as the controller sees them: started, commanded, watched, stopped.
 
-Each rank is a child process at one end of a socket pair: no port is open, and the death of either side is the other's end of file. A command
-goes to all ranks at once. Waiting watches sockets and processes together, so a rank that died, hung or raised ends the wait with a
-WorkerError that holds the end of its log. All ranks are stopped then, since their process group cannot be repaired.
+Each rank is a process at one end of a connection: the death of either side is the other's end of file. rank_place.py starts ranks as children
+of this process, nodes.py on other machines. A command goes to all ranks at once. A rank that died, hung or raised ends the wait for answers with
+a WorkerError that holds the end of its log. All ranks are stopped then, since their process group cannot be repaired.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from agentrl.errors import WorkerError
+from agentrl.train.megatron.rank_place import RankPlace, RankProcess
 
 LOG_LINES = 30
-STALL_S = 60
-"""A rank that neither reads nor writes a byte of a message for this long is considered hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +43,12 @@ class RankSetup:
     threads: int
     """CPU threads"""
     rank: int
-    """also the index of its GPU"""
+    local_rank: int
+    """the index of its GPU"""
     world: int
+    host: str
     port: int
-    """port of the store where the ranks meet"""
+    """host and port of the store where the ranks meet"""
     timeout_s: float
     """time limit of collective operations"""
 
@@ -83,48 +77,24 @@ class WrittenFile(NamedTuple):
 
 
 class RankPool:
-    """`world` processes of rank_process.py, with logs in `folder`/rank{r}.log."""
+    """A rank's process in each of `places`, with logs in `folder`/rank{r}.log."""
 
-    module = "agentrl.train.megatron.rank_process"
-    """what a process runs"""
-
-    def __init__(self, world: int, folder: Path, threads: int) -> None:
+    def __init__(self, places: Sequence[RankPlace], folder: Path, threads: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.logs = [folder / f"rank{r}.log" for r in range(world)]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.logs = [folder / f"rank{rank}.log" for rank in range(len(places))]
+        self.processes: list[RankProcess] = []
         self.connections: list[Connection] = []
         self._reason = ""
         """the failure for which the ranks were stopped"""
         self._lock = threading.RLock()
         """one command at a time, from any thread"""
-        env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
-        root = str(Path(__file__).parents[3])  # ranks import this very package, installed or not
-        env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron requires it for tensor parallelism
-        env.setdefault("NCCL_CUMEM_ENABLE", "0")  # otherwise no NCCL group with an engine's process can be formed
         try:
-            for log in self.logs:
-                self._start(log, env)
+            for rank, place in enumerate(places):
+                self.processes.append(place.start(rank, self.logs[rank], threads))
+                self.connections.append(self.processes[-1].connection)
         except BaseException:
             self.close()
             raise
-
-    def _start(self, log: Path, env: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank may hang in the middle of a message
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
-        with ours, theirs, log.open("ab") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=env,
-                start_new_session=True,
-            )
-            self.processes.append(process)
-            self.connections.append(Connection(ours.detach()))
 
     def request(self, command: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
         """Send `command` to every rank with its own arguments; returns the results by rank.
@@ -162,7 +132,7 @@ class RankPool:
             for rank in missing:
                 if self.connections[rank] in ready:
                     results[rank] = self._receive(command, rank)
-                elif self.processes[rank].poll() is not None and not self.connections[rank].poll():
+                elif self.processes[rank].ended(0) and not self.connections[rank].poll():  # its helper holds the socket
                     self._raise_died(command, rank)
         return [results[r] for r in ranks]
 
@@ -180,18 +150,12 @@ class RankPool:
     def _raise_error(self, command: str, rank: int, traceback: str) -> NoReturn:
         """Raise for a rank that raised. If another rank died, that was the cause, and it is named instead."""
         for other, process in enumerate(self.processes):
-            if other != rank and _exit_code(process, 0.5) is not None:
+            if other != rank and process.ended(0.5) is not None:
                 self._raise_died(command, other)
         raise WorkerError(f"{command}: rank {rank} raised\n{traceback.rstrip()}")
 
     def _raise_died(self, command: str, rank: int) -> NoReturn:
-        code = _exit_code(self.processes[rank], 5.0)
-        if code is None:
-            event = "closed its connection or hung in the middle of a message"
-        elif code < 0:
-            event = f"was killed by {signal.Signals(-code).name}"
-        else:
-            event = f"exited with status {code}"
+        event = self.processes[rank].ended(5.0) or "closed its connection or hung in the middle of a message"
         raise WorkerError(f"{command}: rank {rank} {event}{self._log_tail(rank)}") from None
 
     def _log_tail(self, rank: int) -> str:
@@ -205,15 +169,6 @@ class RankPool:
         self.connections = []
         deadline = time.monotonic() + grace_s
         for process in self.processes:
-            _exit_code(process, max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.ended(max(0.0, deadline - time.monotonic()))
+            process.kill()
         self.processes = []
-
-
-def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None

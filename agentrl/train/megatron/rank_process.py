@@ -33,9 +33,10 @@ def join_process_group(setup: RankSetup) -> None:
     gpu_kernels.install()
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(setup.rank)
+        torch.cuda.set_device(setup.local_rank)
     distributed: Any = torch.distributed
-    store = distributed.TCPStore("127.0.0.1", setup.port, setup.world, setup.rank == 0, datetime.timedelta(seconds=120))
+    limit = datetime.timedelta(seconds=120)
+    store = distributed.TCPStore(setup.host, setup.port, setup.world, setup.rank == 0, limit)
     distributed.init_process_group(
         "nccl" if gpu else "gloo",
         store=store,

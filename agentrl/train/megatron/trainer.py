@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from agentrl.core.atomic_write import new_folder
-from agentrl.core.ports import free_port
 from agentrl.core.routed_experts import RouterShape
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import WeightsManifest
@@ -22,8 +22,10 @@ from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreErr
 from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.checkpoint_model import require_model, write_model
-from agentrl.train.megatron.megatron_settings import check_tree, check_true_on_policy, rank_counts
+from agentrl.train.megatron.megatron_settings import can_have, check_tree, check_true_on_policy, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
+from agentrl.train.megatron.nodes import Nodes
+from agentrl.train.megatron.rank_place import RankPlace, ThisMachine
 from agentrl.train.megatron.rank_pool import RankInfo, RankPool, RankSetup, WrittenFile
 from agentrl.train.megatron.step_metrics import MAXIMA, SUMS, step_metrics
 from agentrl.train.megatron.throughput import mfu, plan_work, row_work
@@ -44,7 +46,7 @@ MODEL_FILES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 
 class MegatronTrainer:
-    """Ranks on one machine behind the `Trainer` protocol (train/base.py)."""
+    """Ranks behind the `Trainer` protocol (train/base.py), on this machine or on several."""
 
     restarts = 0
 
@@ -66,6 +68,7 @@ class MegatronTrainer:
         threads: int | None = None,
         timeout_s: float = 3600.0,
         collective_timeout_s: float | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """Start the ranks and load the model.
 
@@ -85,9 +88,10 @@ class MegatronTrainer:
             threads: CPU threads of each rank; None: the machine's cores divided evenly. Results are bit-exact only at equal threads.
             timeout_s: maximum duration of a command.
             collective_timeout_s: maximum duration of a collective operation of the ranks; None: that of a command.
+            nodes: the machines on which the ranks run; None: this one.
 
         Raises:
-            ConfigError: settings contradict each other or the model.
+            ConfigError: settings contradict each other or the model, or a node does not fit.
             WorkerError: a rank did not start.
         """
         settings = dict(megatron or {})
@@ -103,12 +107,16 @@ class MegatronTrainer:
         self.micro_batch_tokens = (micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) * context
         self.tree_packing = tree_packing
         self.micro_batch_rows = micro_batch_rows
-        threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-        self.pool = RankPool(ranks, run_dir / ("critic" if critic else "trainer"), threads)
-        port = free_port()
+        places: Sequence[RankPlace] = [ThisMachine(rank) for rank in range(ranks)]
+        if nodes is not None:
+            places = nodes.places(self.model, run_dir, partial(can_have, settings))
+        ranks = len(places)
+        threads = threads or max(1, (os.cpu_count() or 1) // (nodes.ranks_per_machine if nodes else ranks))
+        self.pool = RankPool(places, run_dir.absolute() / ("critic" if critic else "trainer"), threads)
+        host, port = places[0].rendezvous()
         setups = [
             RankSetup(
-                model=self.model,
+                model=self.model.absolute(),
                 megatron=settings,
                 dtype=dtype,
                 reference=reference,
@@ -118,11 +126,13 @@ class MegatronTrainer:
                 seed=seed,
                 threads=threads,
                 rank=rank,
+                local_rank=place.local_rank,
                 world=ranks,
+                host=host,
                 port=port,
                 timeout_s=timeout_s if collective_timeout_s is None else collective_timeout_s,
             )
-            for rank in range(ranks)
+            for rank, place in enumerate(places)
         ]
         arguments = [{"setup": setup} for setup in setups]
         self.ranks: list[RankInfo] = self.pool.request("start", arguments, min(timeout_s, START_TIMEOUT_S))
