@@ -98,7 +98,7 @@ def joins(config: Config, run: Path | None = None) -> bool:
     """
     from agentrl.run.machines import join_run, node_rank
 
-    if node_rank(config.train) == 0:
+    if node_rank(config) == 0:
         return False
     join_run(config, run or (Path(config.run.run) if config.run.run else None), print_now)
     return True

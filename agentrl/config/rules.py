@@ -11,9 +11,9 @@ from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
     "colocate weight_sync update_weight_buffer_size update_weight_disk_dir rollout_num_gpus rollout_num_gpus_per_engine "
-    "rollout_external_engine_addrs ray_address engine_python engine_pythonpath"
+    "rollout_external_engine_addrs engine_python engine_pythonpath"
 ).split()
-_OUR_SERVERS_ONLY = "rollout_num_gpus rollout_num_gpus_per_engine ray_address engine_python engine_pythonpath".split()
+_OUR_SERVERS_ONLY = "rollout_num_gpus rollout_num_gpus_per_engine engine_python engine_pythonpath".split()
 
 
 def check(config: Config, given: Container[str] = FIELDS) -> None:
@@ -53,10 +53,15 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     engine, train, data = config.engine, config.train, config.data
     yield from _schedule_without_effect(config.schedule)
     yield from _unused_by_the_loss(train)
-    if train.actor_num_nodes == 1:
+    if train.actor_num_nodes == 1 or engine.ray_address is not None:
+        why = (
+            "without --actor-num-nodes; add it"
+            if engine.ray_address is None
+            else "with --ray-address, which finds the nodes"
+        )
         for name in ("node_rank", "master_addr", "master_port"):
             if _changed(train, name):
-                yield name, "without --actor-num-nodes; add it"
+                yield name, why
     if not config.rollout.branch_at and _changed(config.rollout, "branch_samples"):
         yield "branch_samples", "without --branch-at; add it"
     run = config.run
@@ -236,7 +241,7 @@ def _check_engine(config: Config) -> None:
         if engine.ray_address is not None:
             _check_ray(config)
         return
-    several = config.train.actor_num_nodes > 1
+    several = config.train.actor_num_nodes > 1 or engine.ray_address is not None
     read = ("update_weight_disk_dir",) if several else ()
     given = [_flag(name) for name in _SGLANG_ONLY if name not in read and _changed(engine, name)]
     given += [f"--sglang-{name.replace('_', '-')}" for name in config.sglang]

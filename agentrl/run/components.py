@@ -16,7 +16,6 @@ from agentrl.config.mixture import env_shares
 from agentrl.core.routed_experts import RouterShape
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
-from agentrl.engine.sglang.installation import gpus
 from agentrl.env import Env, check_env_args, make_env_class
 from agentrl.errors import ConfigError, EnvFailure
 from agentrl.gateway.driver import make_driver
@@ -32,7 +31,7 @@ from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
 from agentrl.rollout.process_pool import ProcessPool
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
-from agentrl.run.machines import make_nodes
+from agentrl.run.machines import gpus_of_trainer, make_nodes, ranks_per_node
 from agentrl.run.model_folder import context_length, model_config, model_folder
 from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
@@ -162,7 +161,9 @@ class Components:
             )
         train = self.config.train
         options: dict[str, Any] = {"tree_packing": train.tree_packing, "nodes": train.actor_num_nodes}
-        check_trainer(self.folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
+        check_trainer(
+            self.folder, self.config.megatron, train.actor_num_gpus_per_node, gpus_of_trainer(self.config), **options
+        )
 
     def require_critic(self) -> None:
         """Refuse a critic whose model folder cannot be trained.
@@ -176,7 +177,9 @@ class Components:
             train, folder = self.config.train, self.critic_folder()
             options: dict[str, Any] = {"tree_packing": train.tree_packing, "critic": True}
             options["nodes"] = train.actor_num_nodes
-            check_trainer(folder, self.config.megatron, train.actor_num_gpus_per_node, len(gpus()), **options)
+            check_trainer(
+                folder, self.config.megatron, train.actor_num_gpus_per_node, gpus_of_trainer(self.config), **options
+            )
 
     def critic_folder(self) -> Path:
         """The model that the critic starts from."""
@@ -184,11 +187,14 @@ class Components:
         return self.folder if load is None else model_folder(load)
 
     def require_weights(self) -> None:
-        """Refuse a model folder without weights for the local engine.
+        """Refuse a model folder without weights for the local engine, and machines for a trainer that is not there.
 
         Raises:
             DataError: it has none.
+            ConfigError: --ray-address has no effect.
         """
+        if self.servers is None and self.config.engine.ray_address is not None:
+            raise ConfigError("--ray-address has no effect without a trainer and with --engine local; leave it out")
         from agentrl.train.megatron.megatron_settings import weight_files
 
         if self.servers is None and not any(self.folder.glob("*.bin")):
@@ -403,7 +409,7 @@ class Components:
         c, minutes = self.config, self.config.run.distributed_timeout_minutes
         return {
             "megatron": c.megatron,
-            "world_size": (c.train.actor_num_gpus_per_node or 0) * c.train.actor_num_nodes or None,
+            "world_size": ranks_per_node(c) * c.train.actor_num_nodes,
             "seed": c.run.seed,
             "micro_batch_tokens": c.train.max_tokens_per_gpu,
             "micro_batch_rows": c.train.micro_batch_size,

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from agentrl.config import Config, TrainSettings
 from agentrl.core.atomic_write import new_file
+from agentrl.engine.sglang.installation import gpus
 from agentrl.errors import ConfigError, WorkerError
 from agentrl.run.run_log import Echo
+from agentrl.train.megatron.megatron_settings import rank_counts
 from agentrl.train.megatron.node_agent import Controller, NodeAgent
 from agentrl.train.megatron.nodes import JOIN_S, Nodes
 
@@ -23,13 +25,14 @@ FILE = "nodes.json"
 POLL_S = 0.5
 
 
-def node_rank(train: TrainSettings, environment: Mapping[str, str] = os.environ) -> int:
+def node_rank(config: Config, environment: Mapping[str, str] = os.environ) -> int:
     """The number of this node; 0 where all ranks are on one machine, or where ray places them.
 
     Raises:
         ConfigError: it is not given, or cannot be.
     """
-    if train.actor_num_nodes == 1:
+    train = config.train
+    if train.actor_num_nodes == 1 or config.engine.ray_address is not None:
         return 0
     if int(environment.get("LOCAL_WORLD_SIZE", 1)) > 1:
         raise ConfigError("agentrl starts the ranks of a node itself; give torchrun --nproc-per-node 1")
@@ -51,11 +54,16 @@ def require_weights_folder(config: Config) -> None:
     Raises:
         ConfigError: there is none.
     """
-    nodes, folder = config.train.actor_num_nodes, config.engine.update_weight_disk_dir
-    if nodes > 1 and not folder:
+    nodes, address, folder = (
+        config.train.actor_num_nodes,
+        config.engine.ray_address,
+        config.engine.update_weight_disk_dir,
+    )
+    if (nodes > 1 or address is not None) and not folder:
+        given = f"--actor-num-nodes {nodes}" if address is None else f"--ray-address {address}"
         raise ConfigError(
-            f"--actor-num-nodes {nodes} needs --update-weight-disk-dir, a folder that all nodes share: the engine reads the weights of the "
-            "trainer's ranks from it"
+            f"{given} needs --update-weight-disk-dir, a folder that all nodes share: the engine reads the weights of the trainer's ranks "
+            "from it"
         )
 
 
@@ -65,7 +73,10 @@ def make_nodes(config: Config, run: Path) -> Nodes | None:
     Raises:
         ConfigError: the address of this machine is missing or cannot be used.
     """
-    train = config.train
+    train, disk = config.train, config.engine.update_weight_disk_dir
+    shared = [Path(disk)] if disk else []
+    if config.engine.ray_address is not None:
+        return _on_ray(config.engine.ray_address, config, shared)
     if train.actor_num_nodes == 1:
         return None
     host = train.master_addr or os.environ.get("MASTER_ADDR")
@@ -79,7 +90,6 @@ def make_nodes(config: Config, run: Path) -> Nodes | None:
         raise ConfigError(
             f"the environment variable MASTER_PORT must be a number, found {port!r}; or give --master-port"
         )
-    disk = config.engine.update_weight_disk_dir
     assert train.actor_num_gpus_per_node is not None, "checked with the settings"
     return Nodes(
         range(1, train.actor_num_nodes),
@@ -89,8 +99,47 @@ def make_nodes(config: Config, run: Path) -> Nodes | None:
         port=train.master_port or int(port),
         call=lambda missing, controller: _publish(run / FILE, controller),
         release=lambda: (run / FILE).unlink(missing_ok=True),
-        advice=f"start the same command there with --node-rank and --run {run}",
-        shared=[Path(disk)] if disk else [],
+        advice=lambda: f"start the same command there with --node-rank and --run {run}",
+        shared=shared,
+    )
+
+
+def ranks_per_node(config: Config) -> int:
+    """Trainer ranks on each machine; without --actor-num-gpus-per-node one data-parallel copy."""
+    return config.train.actor_num_gpus_per_node or rank_counts(config.megatron, None)[0]
+
+
+def gpus_of_trainer(config: Config) -> int:
+    """GPUs of a machine with trainer ranks; 0: they run on CPUs.
+
+    Raises:
+        ConfigError: the ray cluster of --ray-address has too little for them.
+    """
+    address, per_node = config.engine.ray_address, ranks_per_node(config)
+    if address is None:
+        return len(gpus())
+    from agentrl.train.megatron.ray_nodes import check_ranks, has_gpus
+
+    check_ranks(address, config.train.actor_num_nodes, per_node)
+    return per_node if has_gpus(address) else 0
+
+
+def _on_ray(address: str, config: Config, shared: Sequence[Path]) -> Nodes:
+    from agentrl.train.megatron.ray_nodes import JOIN_S as ACTORS_JOIN_S
+    from agentrl.train.megatron.ray_nodes import RayRanks
+
+    per_node = ranks_per_node(config)
+    ranks = RayRanks(address, config.train.actor_num_nodes, per_node)
+    return Nodes(
+        range(config.train.actor_num_nodes * per_node),
+        ranks_per_node=1,
+        ranks_per_machine=per_node,
+        host=ranks.address,
+        call=ranks.start_agents,
+        advice=ranks.why,
+        release=ranks.release,
+        shared=shared,
+        join_s=ACTORS_JOIN_S,
     )
 
 
@@ -125,7 +174,7 @@ def join_run(config: Config, run: Path | None, echo: Echo, *, wait_s: float = JO
         ConfigError: node 0 does not start, or its run folder is not here.
         WorkerError: node 0 is gone.
     """
-    number = node_rank(config.train)
+    number = node_rank(config)
     if run is None:
         raise ConfigError(
             f"--node-rank {number} finds its run by its folder, which all nodes share; give --run on every node"

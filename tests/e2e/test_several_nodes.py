@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from run_state import equal
@@ -10,7 +11,7 @@ from run_state import equal
 pytestmark = pytest.mark.full
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 WORDS = (
-    "--env search_r1 --num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 4 --save-interval 1 --seed 5 --eval-interval 0 "
+    "--env search_r1 --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 4 --save-interval 1 --seed 5 --eval-interval 0 "
     "--lr 1e-4 --concurrency 8 --engine-max-running 8 --threads 1"
 ).split()
 AGENTRL = [sys.executable, "-m", "agentrl.cli", "train", *WORDS]
@@ -23,7 +24,7 @@ def one(tmp_path_factory):
     words = [*AGENTRL, "--run", str(run), "--actor-num-gpus-per-node", "2"]
     done = subprocess.run(words, timeout=600, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (run / "metrics.jsonl").read_bytes().count(b"train/grad_norm") == 2, (
+    assert (run / "metrics.jsonl").read_bytes().count(b"train/grad_norm") >= 2, (
         "the run must train, or equality says nothing"
     )
     return run
@@ -48,3 +49,72 @@ def test_the_same_command_on_two_nodes(one, tmp_path):
     assert other.stdout.read().endswith("the run has ended\n")
     other.stdout.close()
     equal(one, tmp_path / "two")
+
+
+# -- ray -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head without CPUs and three nodes of one CPU each: two for the ranks, and a spare one."""
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=0, include_dashboard=False)
+        for _ in range(3):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def on_ray(cluster, tmp_path, *more):
+    (tmp_path / "weights").mkdir()
+    words = [
+        "--actor-num-nodes",
+        "2",
+        "--actor-num-gpus-per-node",
+        "1",
+        "--update-weight-disk-dir",
+        str(tmp_path / "weights"),
+    ]
+    return [*AGENTRL, "--run", str(tmp_path / "ray"), "--ray-address", cluster.address, *words, *more]
+
+
+def test_ranks_on_the_nodes_of_a_ray_cluster(one, cluster, tmp_path):
+    done = subprocess.run(on_ray(cluster, tmp_path), timeout=900, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    equal(one, tmp_path / "ray")
+
+
+def test_a_node_that_dies_changes_no_bit(one, cluster, tmp_path):
+    """After the first checkpoint the node of a rank dies, and its ranks start again on the spare one."""
+    command = on_ray(cluster, tmp_path, "--use-fault-tolerance")
+    with (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen(command, stdout=out, stderr=out)
+        deadline = time.monotonic() + 600
+        while not (tmp_path / "ray/checkpoints/000001").exists():
+            assert run.poll() is None, (tmp_path / "out").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        nodes = {r.node_id: r for r in cluster.worker_nodes}
+        cluster.remove_node(nodes[node_of_a_rank(cluster)], allow_graceful=False)
+        assert run.wait(900) == 0, (tmp_path / "out").read_text()
+    text = (tmp_path / "out").read_text()
+    assert "the trainer's ranks are started again" in text
+    assert "the trainer continues from" in text
+    equal(one, tmp_path / "ray")
+
+
+def node_of_a_rank(cluster):
+    """Asked in another process: a driver in this one would stay connected."""
+    program = (
+        "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error')\n"
+        "groups = [g for g in ray.util.placement_group_table().values() if g['state'] == 'CREATED']\n"
+        "print(list(groups[0]['bundles_to_node_id'].values())[0])"
+    )
+    words = [sys.executable, "-c", program, cluster.address]
+    return subprocess.run(words, timeout=120, capture_output=True, text=True, check=True).stdout.split()[-1]

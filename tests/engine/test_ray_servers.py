@@ -11,10 +11,10 @@ import pytest
 from doubles import until, weights
 
 from agentrl.config import build_config
+from agentrl.core import ray_cluster
 from agentrl.core.child_process import process_exists
 from agentrl.core.ports import free_port
 from agentrl.engine.base import SamplingParams
-from agentrl.engine.sglang import ray_servers
 from agentrl.engine.sglang.installation import Installation
 from agentrl.engine.sglang.plan import make_fleet, plan_servers
 from agentrl.errors import ConfigError
@@ -77,8 +77,8 @@ def settings(cluster, tmp_path, monkeypatch):
     return {"engine": "sglang", "ray_address": cluster.address, "update_weight_disk_dir": str(tmp_path)}, pids
 
 
-def plan(settings, **more):
-    return plan_servers(build_config({**settings, **more}), MODEL, 128, trains=True)
+def plan(settings, *, trains=False, **more):
+    return plan_servers(build_config({**settings, **more}), MODEL, 128, trains=trains)
 
 
 def nodes_of_servers():
@@ -145,11 +145,13 @@ async def test_a_server_whose_node_dies_starts_on_another_node_with_the_current_
 def test_more_servers_than_the_cluster_has_room_for_are_refused_before_any_starts(settings):
     with pytest.raises(ConfigError, match=r"^3 engines need 3 CPUs; the ray cluster at .* has 2 CPUs, 0 GPUs$"):
         plan(settings[0], rollout_num_gpus=3)
+    with pytest.raises(ConfigError, match=r"^2 engines and 1 trainer ranks need 3 CPUs; the ray cluster"):
+        plan(settings[0], rollout_num_gpus=2, trains=True)
 
 
 def test_a_cluster_whose_room_others_hold_is_refused_with_what_is_free(settings, monkeypatch, tmp_path):
     given, _ = settings
-    monkeypatch.setattr(ray_servers, "PLACE_S", 1.0)
+    monkeypatch.setattr(ray_cluster, "PLACE_S", 1.0)
     planned = plan(given, rollout_num_gpus=2)
     held = ray.util.placement_group([{"CPU": 1}])
     assert held.wait(30)
@@ -174,13 +176,13 @@ def test_a_cluster_whose_room_others_hold_is_refused_with_what_is_free(settings,
 def test_a_cluster_that_does_not_answer_is_refused_at_once(monkeypatch, address, error):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=error):
-        ray_servers.connect(address)
+        ray_cluster.connect(address)
 
 
 def test_without_ray_the_error_has_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'agentrl\[ray\]'"):
-        ray_servers.connect("auto")
+        ray_cluster.connect("auto")
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,7 @@ def test_without_ray_the_error_has_the_pip_line(monkeypatch):
         ({"weight_sync": "split"}, "--weight-sync split reaches servers on this machine only"),
         ({"runner_processes": 2}, "--runner-processes does not follow servers that move"),
         ({"sglang": {"port": 30000}}, "--sglang-port is not used with --ray-address"),
-        ({"rollout_external_engine_addrs": ["h:1"]}, "--ray-address has no effect on servers that already run"),
-        ({"engine": "local"}, "--ray-address needs --engine sglang"),
+        ({"node_rank": 1}, "--node-rank has no effect with --ray-address, which finds the nodes"),
     ],
 )
 def test_what_does_not_reach_servers_on_other_machines_is_refused(more, error):
@@ -204,4 +205,4 @@ def test_servers_on_other_machines_need_a_folder_for_weights(settings):
     with pytest.raises(
         ConfigError, match="name a folder that trainer and servers both see with --update-weight-disk-dir"
     ):
-        plan(given)
+        plan(given, trains=True)

@@ -94,7 +94,9 @@ class Cluster:
 
     def start(self, numbers=(1, 2), **options):
         options = {"ranks_per_node": 2, "local_ranks": 1, "join_s": 20.0, "rejoin_s": 0.3, **options}
-        self.nodes = Nodes(numbers, host="127.0.0.1", call=self.call, advice="ADVICE", release=lambda: None, **options)
+        self.nodes = Nodes(
+            numbers, host="127.0.0.1", call=self.call, advice=lambda: "ADVICE", release=lambda: None, **options
+        )
         return self.nodes
 
     def pool(self, fits=lambda ranks: True):
@@ -241,12 +243,12 @@ def settings(tmp_path, **given):
     ],
 )
 def test_the_number_of_a_node(tmp_path, environment, given, want):
-    train = settings(tmp_path, **given).train
+    config = settings(tmp_path, **given)
     if isinstance(want, int):
-        assert machines.node_rank(train, environment) == want
+        assert machines.node_rank(config, environment) == want
     else:
         with pytest.raises(ConfigError, match=want):
-            machines.node_rank(train, environment)
+            machines.node_rank(config, environment)
 
 
 @pytest.mark.parametrize(

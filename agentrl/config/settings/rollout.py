@@ -160,9 +160,10 @@ class EngineSettings:
     rollout_external_engine_addrs: Annotated[tuple[str, ...], "HOST:PORT"] = ()
     """running SGLang servers, or an sglang-router in front of them (default: start servers here)"""
     ray_address: Annotated[str | None, "auto|local|HOST:PORT"] = None
-    """ray cluster on whose nodes the SGLang servers start (default: this machine, without ray)
+    """ray cluster on whose nodes SGLang servers and trainer ranks start (default: this machine, without ray)
 
-    auto: the cluster that runs on this machine; local: start one here. Each node has SGLang and the model at the same paths."""
+    auto: the cluster that runs on this machine; local: start one here. Each node has agentrl, SGLang and the model at the same paths, and shares
+    the run folder."""
     engine_python: Annotated[str | None, "PATH"] = None
     """Python interpreter that has SGLang (default: .venv-sglang/bin/python if it exists, otherwise this one)"""
     engine_pythonpath: Annotated[str | None, "PATH"] = None

@@ -85,7 +85,7 @@ def plan_servers(
     )
     check_spec(spec, installation, here=e.ray_address is None)
     if e.ray_address is not None:
-        check_resources(e.ray_address, spec)
+        check_resources(e.ray_address, spec, ranks * config.train.actor_num_nodes if trains else 0)
     return ServerPlan(
         model=model,
         context_length=context_length,

@@ -7,22 +7,17 @@ starts there, at another address. ray is imported only here and only when it is 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from agentrl.core.ports import free_port
+from agentrl.core.ray_cluster import CONNECT_S, bundle_of, connect, listed, release, reserve
 from agentrl.engine.sglang.installation import Installation
 from agentrl.engine.sglang.launch_spec import LaunchSpec, command_line
 from agentrl.engine.sglang.server_process import START_TIMEOUT_S, ServerProcess
 from agentrl.errors import ConfigError, EngineFailure
 
-CONNECT_S = 10.0
-PLACE_S = 60.0
-"""How long the cluster may take to reserve what the servers need, if it has enough."""
 EXIT_POLL_S = 0.2
 STOP_S = 90.0
 """limit of stopping a server, its process tree included"""
@@ -163,16 +158,7 @@ class RayServers:
             ConfigError: ray is missing, the cluster does not answer, or has too little.
         """
         connect(address)
-        import ray
-
-        bundle = bundle_of(spec)
-        group = ray.util.placement_group([bundle] * spec.engines, strategy="SPREAD")
-        if not group.wait(timeout_seconds=PLACE_S):
-            ray.util.remove_placement_group(group)
-            raise ConfigError(
-                f"the ray cluster did not reserve {spec.engines} × {bundle} within {PLACE_S:g} s: other jobs hold its resources; "
-                f"available now: {_resources(ray.available_resources())}"
-            )
+        group = reserve(bundle_of(spec.gpus_per_engine), spec.engines, "SPREAD")
         return cls(spec=replace(spec, first_gpu=0), installation=installation, logs=logs, group=group)
 
     def make_actor(self, number: int) -> Any:
@@ -180,7 +166,7 @@ class RayServers:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = bundle_of(self.spec)
+        bundle = bundle_of(self.spec.gpus_per_engine)
         place = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=number)
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
         actor = ray.remote(ServerHost).options(**options)
@@ -192,38 +178,11 @@ class RayServers:
 
     def release(self) -> None:
         """Give the reserved resources back; idempotent."""
-        import ray
-
-        if ray.is_initialized():
-            ray.util.remove_placement_group(self.group)
+        release(self.group)
 
 
-def connect(address: str) -> None:
-    """Connect this process to a ray cluster, or start one on this machine (`local`). Does nothing if it is connected.
-
-    Raises:
-        ConfigError: ray is missing, or no cluster answers.
-    """
-    try:
-        import ray
-    except ImportError as e:
-        raise ConfigError("--ray-address needs ray: pip install 'agentrl[ray]'") from e
-    if ray.is_initialized():
-        return
-    _check_reachable(address)
-    quiet = {
-        "log_to_driver": False,
-        "logging_level": "error",
-        "include_dashboard": False if address == "local" else None,
-    }
-    try:
-        ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as e:
-        raise ConfigError(f"--ray-address {address}: no ray cluster answers ({str(e)[:200]})") from e
-
-
-def check_resources(address: str, spec: LaunchSpec) -> None:
-    """Refuse servers for which the cluster has too little, however idle it is.
+def check_resources(address: str, spec: LaunchSpec, ranks: int) -> None:
+    """Refuse servers for which the cluster has too little beside `ranks` trainer ranks, however idle it is.
 
     Raises:
         ConfigError: it has too little, or does not answer.
@@ -231,39 +190,11 @@ def check_resources(address: str, spec: LaunchSpec) -> None:
     connect(address)
     import ray
 
-    bundle, total = bundle_of(spec), ray.cluster_resources()
+    bundle, rank, total = bundle_of(spec.gpus_per_engine), bundle_of(1), ray.cluster_resources()
     for name, amount in bundle.items():
-        needed = amount * spec.engines
+        needed = amount * spec.engines + rank[name] * ranks
         if total.get(name, 0) < needed:
+            beside = f" and {ranks} trainer ranks" if ranks else ""
             raise ConfigError(
-                f"{spec.engines} engines need {needed:g} {name}s; the ray cluster at {address} has {_resources(total)}"
+                f"{spec.engines} engines{beside} need {needed:g} {name}s; the ray cluster at {address} has {listed(total)}"
             )
-
-
-def bundle_of(spec: LaunchSpec) -> dict[str, float]:
-    """What one server takes of a node: its GPUs, and a CPU. A cluster without GPUs runs servers on CPUs."""
-    import ray
-
-    gpus = {"GPU": float(spec.gpus_per_engine)} if ray.cluster_resources().get("GPU") else {}
-    return {"CPU": 1.0, **gpus}
-
-
-def _check_reachable(address: str) -> None:
-    """ray.init would wait for minutes where nobody listens."""
-    if address in ("auto", "local"):
-        return
-    parts = urlsplit(address if "://" in address else f"ray-gcs://{address}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port:
-        raise ConfigError(f"--ray-address takes auto, local or HOST:PORT, found {address!r}")
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
-    except OSError as e:
-        raise ConfigError(f"--ray-address {address}: no ray cluster answers ({e})") from e
-
-
-def _resources(total: Mapping[str, float]) -> str:
-    return ", ".join(f"{total.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))

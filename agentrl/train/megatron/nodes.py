@@ -120,7 +120,7 @@ class Nodes:
         port: 0: any.
         ranks_per_machine: ranks on each machine, if several nodes are on one; None: `ranks_per_node`.
         call: starts the agents of these nodes, or asks for them. It is called again for nodes that were lost.
-        advice: what a user can do about a node that does not join.
+        advice: says what a user can do about a node that does not join, or why it did not.
         release: called when the run ends.
         shared: further folders that every node must see, besides that of the run.
         join_s: how long nodes may take to join.
@@ -137,7 +137,7 @@ class Nodes:
         host: str,
         port: int = 0,
         call: Callable[[Sequence[int], Controller], None],
-        advice: str,
+        advice: Callable[[], str],
         release: Callable[[], None],
         shared: Sequence[Path] = (),
         join_s: float = JOIN_S,
@@ -254,7 +254,7 @@ class Nodes:
                 raise WorkerError("the trainer was closed")
             missing = [n for n in self._numbers if n not in self._nodes]
             if missing and not again:
-                raise ConfigError(f"{_listed(missing)} did not join within {limit_s:g} s; {self._advice}")
+                raise ConfigError(f"{_listed(missing)} did not join within {limit_s:g} s; {self._advice()}")
             return [self._nodes[n] for n in self._numbers if n in self._nodes]
 
     def _alive(self, number: int) -> bool:
