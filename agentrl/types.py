@@ -297,7 +297,8 @@ class Turn:
     seed: int = 0
     """seed of the generation"""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """generate_s, tools_s, env_s in seconds; and cached_tokens, and the counts of `Speculation` as spec_verify_steps, spec_accepted, spec_proposed"""
+    """seconds: start_s since the episode's start, generate_s, tools_s, env_s; and cached_tokens, and the counts of `Speculation` as
+    spec_verify_steps, spec_accepted, spec_proposed"""
     agent_id: str = "policy"
     """who acted: 'policy', or a role of `Env.roles`, or an agent at the gateway"""
     context: tuple[Message, ...] | None = None
@@ -386,7 +387,7 @@ class Trajectory:
     demonstration: bool = False
     """True: an expert wrote the turns"""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """seconds: generate_s, tools_s, env_s, episode_s, non_generation_s"""
+    """seconds: generate_s, tools_s, env_s, episode_s, non_generation_s; and ended_at, the time of its end since 1970"""
     detail: str | None = None
     """full error message of a failure, and where it was raised; None: no failure"""
     parent: str | None = None

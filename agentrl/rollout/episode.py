@@ -136,14 +136,13 @@ class EpisodeRunner:
             assert self.play_branch is not None, "a rollout with branches gives its runners what plays them"
             return await self.play_branch(self, spec)
         episode = Episode(self, spec)
-        started = time.perf_counter()
         try:
             reason, failure = await episode.play_bounded()
         finally:
             await complete_before_cancel(episode.close())
         if episode.instance.state_lost and reason not in FAILURES.values():  # rewards may need the state
             reason, failure = StopReason.ENV_FAILURE, episode.instance.close_failure
-        episode.timings["episode_s"] = time.perf_counter() - started
+        episode.timings |= {"episode_s": time.perf_counter() - episode.started, "ended_at": time.time()}
         trajectory = episode.trajectory(reason, failure)
         if reason in FAILURES.values():
             return trajectory
@@ -186,6 +185,7 @@ class Episode:
         """what the episode is doing, for the cause of a timeout"""
         self.release_failure: Failure | UsageError | None = None
         self.timings: dict[str, float] = {"generate_s": 0.0, "tools_s": 0.0, "env_s": 0.0}
+        self.started = time.perf_counter()
 
     # -- from start to end -------------------------------------------------------------------------------------------
 
@@ -284,6 +284,7 @@ class Episode:
         length, context = self.recorder.length(role), self.recorder.context(role)
         seed = self.turn_seed(index)
         sampling = self.sampling(room, seed, known=None if frozen else self.recorder.experts_length(role))
+        start_s = time.perf_counter() - self.started
         generation, elapsed = await self.sample(context, sampling, self.recorder.images(role))
         crc = self.recorder.crc(role) if generation.context_crc is None else generation.context_crc
         temperature = runner.sampling.temperature
@@ -307,7 +308,7 @@ class Episode:
             seed=seed,
             action=action,
             matched_stop=generation.matched_stop,
-            timings={"generate_s": elapsed, **generation.counts()},
+            timings={"start_s": start_s, "generate_s": elapsed, **generation.counts()},
             agent_id=role,
         )
         self.begin_turn(self.draft)

@@ -84,7 +84,7 @@ async def speak(episode: Episode, reply: Reply) -> TurnDraft:
         seed=seed,
         action=Action(text),
         matched_stop=None,
-        timings={"generate_s": time.perf_counter() - started},
+        timings={"start_s": started - episode.started, "generate_s": time.perf_counter() - started},
         agent_id=seat.role,
     )
     episode.begin_turn(episode.draft)

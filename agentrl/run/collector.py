@@ -140,6 +140,8 @@ class Collector:
         """Write the episodes with `extra` beside each; returns the number of exactness violations in them."""
         for t in trajectories:
             self.folder.episodes.write(t, step=step, split=split, config=self._fingerprint, **extra)
+        if self.report.telemetry is not None:
+            self.report.telemetry.episodes(trajectories, step, split)
         return exactness_violations(trajectories)
 
     async def close(self) -> None:

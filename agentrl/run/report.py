@@ -14,6 +14,7 @@ import orjson
 from agentrl.config import Config
 from agentrl.core.atomic_write import new_file
 from agentrl.rollout.failures import CauseTable
+from agentrl.run.telemetry import Telemetry, open_telemetry
 from agentrl.run.trackers import Tracker, open_trackers
 from agentrl.types import Group
 
@@ -47,6 +48,8 @@ class Report:
         self._rates: Mapping[str, float] = {}
         self._last_causes = CauseTable()
         self._trackers: list[Tracker] = []
+        self.telemetry: Telemetry | None = None
+        """what sends spans and metrics to OpenTelemetry; None: nobody receives them"""
         self._legend_shown = False
 
     def open(self, folder: Path, config: Config, rows: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -54,6 +57,9 @@ class Report:
         self._trackers = open_trackers(folder, config)
         for row in rows:
             self._track(row["step"], {k: v for k, v in row.items() if k != "step"})
+        self.telemetry = open_telemetry(folder, config)
+        if self.telemetry is not None:  # it sends what happens from now on
+            self._trackers.append(self.telemetry)
 
     def add_episodes(self, groups: Sequence[Group], causes: CauseTable, violations: int) -> None:
         """Add the episodes, causes and exactness violations of a rollout or an evaluation."""

@@ -20,6 +20,7 @@ from agentrl.run.metrics import StageReport, metrics_by_env, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.run.run_log import Echo, RunLog
 from agentrl.run.run_tasks import evaluation_sets, task_counts, training_source
+from agentrl.run.telemetry import require_telemetry
 from agentrl.run.trackers import require_trackers
 from agentrl.store.checkpoints import last_checkpoint
 from agentrl.store.episode_files import count_readable
@@ -80,6 +81,7 @@ class EpisodeRun:
         else:
             components.require_weights()
         require_trackers(config)
+        require_telemetry(config)
         self.report = Report(components.eval_score)
         self.policy_version = 0
         self.checkpoint: Path | None = None

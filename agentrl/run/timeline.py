@@ -6,7 +6,7 @@ The trace (`timeline.json` of the run folder) opens in chrome://tracing and http
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,11 @@ class Lane:
 
 
 class Timeline:
-    """Spans of a run, from now on."""
+    """Spans of a run, from now on. `on_span` receives the lane, the name, and begin and end in seconds since 1970 of each that ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_span: Callable[[str, str, float, float], None] | None = None) -> None:
         self.started = time.perf_counter()
+        self._on_span, self._epoch = on_span, time.time() - self.started
         self.lanes: dict[str, Lane] = {}
         self.left_out = 0
         """spans that the trace does not hold"""
@@ -66,6 +67,8 @@ class Timeline:
             now = time.perf_counter()
             state.end(start, now)
             self._note(lane, name, start, now)
+            if self._on_span is not None:
+                self._on_span(lane, name, self._epoch + start, self._epoch + now)
 
     def _note(self, lane: str, name: str, start: float, end: float) -> None:
         if 2 * self._spans >= MAX_EVENTS:

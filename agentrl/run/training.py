@@ -87,18 +87,23 @@ async def train(
 
 async def train_synchronously(run: TrainingRun) -> None:
     """Rollout, optimize, sync, record, save: one after the other. Evaluations run beside them if they have a separate engine."""
-    async with Evaluations(run, beside=run.evaluation_engine is not None, timeline=Timeline()) as evaluations:
+    timeline = run.timeline
+    async with Evaluations(run, beside=run.evaluation_engine is not None, timeline=timeline) as evaluations:
         for step in range(run.first_step, run.config.rollout.num_rollout):
             if run.eval_due(step):
                 await evaluations.start(step)
-            groups, rollout = await run.rollout(step)
-            training = await run.optimize(step, groups)
-            sync = await run.sync(training)
+            with timeline.span("rollout", f"rollout {step + 1}"):
+                groups, rollout = await run.rollout(step)
+            with timeline.span("trainer", f"rollout {step + 1}"):
+                training = await run.optimize(step, groups)
+            with timeline.span("weight sync", f"version {run.policy_version + 1}"):
+                sync = await run.sync(training)
             run.record(step, rollout, training, sync)
             if run.save_due(step):
                 await evaluations.finish()
                 await run.save(step + 1)
         await evaluations.finish()
+    timeline.write(run.folder.path / "timeline.json")
     run.log.echo(ceiling(run.report.totals))
 
 
@@ -122,6 +127,7 @@ class TrainingRun(EpisodeRun):
         if self.teachers is not None and plays == "training":
             for task in self.source.tasks:
                 self.teachers.check(task)
+        self.timeline = Timeline(None if self.report.telemetry is None else self.report.telemetry.span)
         self.rates: dict[str, float] = {}
         """tokens per second, MFU and memory of the last optimizer steps"""
         self._trainer: Trainer | None = None

@@ -26,7 +26,6 @@ from agentrl.run.group_buffer import FILE, read_buffer, write_buffer
 from agentrl.run.group_player import GroupPlayer, PlayedGroup, StoppedGroups, oldest_version
 from agentrl.run.metrics import StageReport, rollout_metrics
 from agentrl.run.over_sampling import OverSampling
-from agentrl.run.timeline import Timeline
 from agentrl.schedule.pace import pace_of, resolve_buffer_filter, resolve_filter
 from agentrl.schedule.pipeline import Pipeline, Taken
 from agentrl.schedule.window import WindowedFifo
@@ -88,7 +87,7 @@ class WindowedTraining:
         self.run = run
         config = run.config
         self.pace = pace_of(config)
-        self.timeline = Timeline()
+        self.timeline = run.timeline
         self.gate = GenerationGate(run.engine, self.timeline)
         self.evaluations = Evaluations(run, beside=True, timeline=self.timeline)
         self.staleness: Counter[int] = Counter()

@@ -8,7 +8,7 @@
     tensorboard/     the same numbers as events
     episodes/        every episode (see episode_files.py)
     checkpoints/     see checkpoints.py; only a run of `agentrl train` has it
-    timeline.json    a Chrome trace of engine, trainer and weight sync, if episodes went on during training
+    timeline.json    a Chrome trace of rollouts or engine, trainer and weight sync, once the run has ended
     nodes.json       where trainer ranks on other machines join the run, with its secret; only while it runs
     hf/              the final weights as a Hugging Face folder
     curve.png, summary.json

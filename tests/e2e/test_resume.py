@@ -61,7 +61,7 @@ causes rollouts steps rollout_s train_s sync_s wall_s seed""".split()
 @pytest.mark.slow
 def test_what_a_run_leaves_behind(whole):
     assert {"trainer"} | set(
-        "config.toml run.log metrics.jsonl timings.jsonl tensorboard episodes checkpoints hf curve.png summary.json".split()
+        "config.toml run.log metrics.jsonl timings.jsonl timeline.json tensorboard episodes checkpoints hf curve.png summary.json".split()
     ) == {p.name for p in whole.iterdir()}
     assert build_config(read_toml(whole / "config.toml")).rollout.num_rollout == 3
     assert (whole / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -640,6 +640,7 @@ CASES = [
 ]  # fmt: skip
 ELSEWHERE = {
     "env": "every case names one, and its tasks are what is played",
+    "otlp_endpoint": "needs a receiver: test_telemetry.py",
     "trackers": "needs a service: test_trackers.py",
     "tracking_project": "needs a service: test_trackers.py",
     "custom_rm_path": "needs a function: test_slime_hooks.py",

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from agentrl.config.settings.base import STRICT
+
+
+def _http_address(value: str | None) -> str | None:
+    if value is not None and not (value.startswith(("http://", "https://")) and urlsplit(value).hostname):
+        raise ValueError("must be an address that begins with http:// or https://")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -55,6 +62,11 @@ class RunSettings:
     """services that receive the metrics too, each an extra: wandb, mlflow, trackio (default: none)"""
     tracking_project: Annotated[str, "NAME"] = "agentrl"
     """project (W&B, trackio) or experiment (MLflow) of --trackers"""
+    otlp_endpoint: Annotated[str | None, "URL", AfterValidator(_http_address)] = None
+    """address that receives spans and metrics by OpenTelemetry's OTLP over HTTP, such as http://localhost:4318 (default: off)
+
+    Needs the extra otel. The standard environment variables (OTEL_EXPORTER_OTLP_ENDPOINT, …_HEADERS …) are read too, and one of the endpoints alone
+    turns it on. Spans are those of rollouts, episodes, turns, tool calls, optimizer steps and weight syncs."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(exclude=True)] = "info"
     """lowest severity of logged messages
 
