@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,20 +323,15 @@ async def test_retool_plays_scores_and_records_its_sandbox(tokenizer):
     assert wrong.score == -1.0
 
 
-@pytest.mark.full
-async def test_two_cores_serve_a_thousand_calls_a_minute():
-    started = time.monotonic()
-
-    async def episode():
-        async with Sandbox(QUICK) as sandbox:
-            for _ in range(4):
-                assert (await sandbox.python("sum(range(1000))")).status == "ok"
-
-    slots = asyncio.Semaphore(8)
-
-    async def bounded():
-        async with slots:
-            await episode()
-
-    await asyncio.gather(*(bounded() for _ in range(250)))
-    assert time.monotonic() - started < 60
+async def test_calls_share_a_process_and_sandboxes_do_not_wait_for_each_other():
+    """What a thousand calls a minute rest on; `benchmarks/sandbox.py` measures them."""
+    patient = replace(QUICK, time_s=600.0)
+    async with Sandbox(patient) as busy, Sandbox(patient) as other:
+        process = (await other.python("import os; os.getpid()")).output
+        waiting = asyncio.create_task(busy.python("import time; time.sleep(3600)"))
+        results = [await other.python("os.getpid()") for _ in range(4)]
+        assert [result.output for result in results] == [process] * 4
+        assert not waiting.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
