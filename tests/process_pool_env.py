@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from agentrl import StepResult, Task, ToolEnv, reward, tool
+from agentrl import Env, Observation, StepResult, Task, ToolEnv, reward, tool
 from agentrl.errors import InfraError
 
 
@@ -82,3 +82,33 @@ class Walk(ToolEnv):
         except FileExistsError:
             return False
         return True
+
+
+def guest(messages, *, seed):
+    """What a guest says: text that follows from the seed."""
+    return f"guest {seed % 1000}"
+
+
+class Talk(Env):
+    """Two hosts of the policy and a guest who is played by text take turns."""
+
+    roles = ("first", "guest", "second")
+    players = {"guest": guest}
+    action_format = "search_r1"
+    rewards = (letters, rank)
+
+    @classmethod
+    def tasks(cls, split):
+        return [Task(str(n), f"What is {n}?", n) for n in range(8)]
+
+    def reset(self, task, *, seed):
+        self.seed, self.said = seed, []
+        return "Begin."
+
+    def step(self, action):
+        self.said.append(action.text)
+        observation = Observation.of(f"They said {action.text}", to=self.roles[len(self.said) % 3])
+        return StepResult(observation, reward=len(action.text) % 5, terminated=len(self.said) == 7)
+
+    def state(self):
+        return {"seed": self.seed, "said": self.said}

@@ -163,6 +163,19 @@ async def test_the_number_of_processes_does_not_change_the_episodes(settings, se
     assert all("/continue_generation" not in s.calls for s in servers), "commands are the controller's"
 
 
+async def test_several_speakers_are_the_same_in_several_processes(settings):
+    talk = [
+        replace(c, env=replace(c.env, env=ENV.replace("Walk", "Talk"))) for c in map(settings, ("one", "two"), (1, 2))
+    ]
+    (one, _), (two, _) = [await run(config) for config in talk]
+    assert len(one) == 24
+    assert one == two
+    for e in one:
+        assert {s["agent_id"] for s in e["segments"]} == {"first", "second"}
+        assert [turn["agent_id"] for turn in e["turns"]] == ["first", "guest", "second"] * 2 + ["first"]
+        assert e["state"]["said"][1].startswith("guest ")
+
+
 async def test_failures_and_retries_are_the_same_too(settings):
     one, said_one = await run(settings("one", 1, does="infra"))
     two, said_two = await run(settings("two", 2, does="infra"))

@@ -66,17 +66,19 @@ class Slow(ToolEnv):
 
 
 class Engine(ScriptedEngine):
-    """Calls a tool twice, then answers."""
+    """Calls a tool twice, then answers; or what `says` returns for a request."""
 
-    def __init__(self, components, keep=True, fails=False):
-        def says(request):
+    def __init__(self, components, keep=True, fails=False, says=None):
+        def calls(request):
             if fails:
                 raise RuntimeError("the engine is down")
             session = request.session.rpartition("/")[2].partition("-")[0]
             return "done" if request.number == 2 else call("look", query=f"{session} {request.number}")
 
         tokenizer = components.tokenizer
-        super().__init__(says, encode=tokenizer.encode, decode=tokenizer.decode, delay_s=1.0, keep_interrupted=keep)
+        super().__init__(
+            says or calls, encode=tokenizer.encode, decode=tokenizer.decode, delay_s=1.0, keep_interrupted=keep
+        )
 
 
 class Trainer:
