@@ -17,6 +17,10 @@ class FlagTables:
 
     same: dict[str, str]
     """accepted flags, and the flag of agentrl or Megatron that each stands for"""
+    words: dict[str, list[str]]
+    """accepted flags without a value, and the words of a command line that each stands for"""
+    environment: dict[str, str]
+    """accepted flags of services, and the environment variable that takes the value of each"""
     refused: dict[str, str]
     """flags that are not accepted, and what to do instead"""
     prefixes: dict[str, str]
@@ -39,7 +43,7 @@ def flag_tables() -> FlagTables:
     values = {
         (setting, value): text for setting, texts in data["values"].items() for text in texts for value in texts[text]
     }
-    return FlagTables(data["same"], refused, prefixes, without_effect, values)
+    return FlagTables(data["same"], data["words"], data["environment"], refused, prefixes, without_effect, values)
 
 
 def our_name(name: str) -> str:
@@ -58,7 +62,7 @@ def advice(name: str) -> str | None:
     if name.replace("-", "_") in FIELDS:
         return None
     tables = flag_tables()
-    if name in tables.same:
+    if name in tables.same or name in tables.words or name in tables.environment:
         return None
     longest = max((prefix for prefix in tables.prefixes if name.startswith(prefix)), key=len, default=None)
     return tables.refused.get(name) or (tables.prefixes[longest] if longest else None)

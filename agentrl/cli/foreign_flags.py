@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.cli.flag_advice import advice, flag_tables, our_name, verl_advice, why_without_effect
 from agentrl.config import FIELDS
+from agentrl.core.redaction import remember
 from agentrl.errors import ConfigError, suggest
 
 logger = logging.getLogger(__name__)
@@ -16,14 +18,17 @@ logger = logging.getLogger(__name__)
 
 def own_names(words: Sequence[str]) -> list[str]:
     """A command line in which flags have our names: `--num_generations=8` becomes `--n-samples-per-prompt=8`."""
-    return [_own_name(word) if word.startswith("--") else word for word in words]
+    return [own for word in words for own in (_own_words(word) if word.startswith("--") else [word])]
 
 
-def _own_name(word: str) -> str:
+def _own_words(word: str) -> list[str]:
     name, equals, value = word[2:].partition("=")
     if name.replace("-", "_") not in FIELDS:
-        name = our_name(name.replace("_", "-"))
-    return f"--{name.replace('_', '-')}{equals}{value}"
+        name = name.replace("_", "-")
+        if not equals and (words := flag_tables().words.get(name)):
+            return words
+        name = our_name(name)
+    return [f"--{name.replace('_', '-')}{equals}{value}"]
 
 
 def split_sglang(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -63,6 +68,9 @@ def read_megatron(words: Sequence[str], ours: Iterable[str], problems: list[str]
         if word.startswith("--") and (why := why_without_effect(name, values)):
             unneeded.setdefault(why, []).append(f"--{name}")
             continue
+        if word.startswith("--") and (variable := flag_tables().environment.get(name)):
+            problems += _set_variable(name, variable, values)
+            continue
         try:
             field, value = _read_flag(word, values, ours)
         except ConfigError as e:
@@ -72,6 +80,16 @@ def read_megatron(words: Sequence[str], ours: Iterable[str], problems: list[str]
     for why, flags in unneeded.items():
         logger.warning("%s: without effect, since %s", ", ".join(flags), why)
     return settings
+
+
+def _set_variable(name: str, variable: str, values: Sequence[str]) -> list[str]:
+    """Set the environment variable that a flag of a service stands for; the problem, if there is one."""
+    if len(values) != 1 or not values[0]:
+        return [f"--{name} takes one value, as {variable} does, found {len(values)}"]
+    if "KEY" in variable:
+        remember(values[0])
+    os.environ[variable] = values[0]
+    return []
 
 
 def _read_flag(word: str, values: Sequence[str], ours: Sequence[str]) -> tuple[str, Any]:
@@ -91,7 +109,7 @@ def _read_flag(word: str, values: Sequence[str], ours: Sequence[str]) -> tuple[s
     specs = _megatron_flags()
     if name not in specs:
         tables = flag_tables()
-        raise not_a_flag(name, [*specs, *ours, *tables.refused, *tables.same])
+        raise not_a_flag(name, [*specs, *ours, *tables.refused, *tables.same, *tables.words, *tables.environment])
     field, value = specs[name].parse(values)
     return field, value
 

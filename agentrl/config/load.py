@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from agentrl.config.credentials import FILE, resolve, separate
 from agentrl.config.describe import describe_bounds, describe_type, is_optional
-from agentrl.config.rules import check
+from agentrl.config.rules import check, with_servers
 from agentrl.config.settings import FIELDS, SECTIONS, TABLES, Config, field_infos
 from agentrl.core.redaction import remember
 from agentrl.errors import ConfigError, suggest
@@ -86,6 +86,8 @@ def build_config(*layers: Layer, base: Layer | None = None) -> Config:
         name: _adapter(cls).validate_python(_values(cls, merged), strict=False) for name, cls in SECTIONS.items()
     }
     config = Config(**sections, megatron=dict(merged.get("megatron", {})), sglang=dict(merged.get("sglang", {})))
+    if "engine" not in merged:
+        config = with_servers(config)
     check(config, {key for layer in layers for key in layer})
     return config
 

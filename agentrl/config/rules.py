@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from dataclasses import replace
 from typing import Any
 
 from agentrl.config.settings import ESTIMATOR_NAMES, FIELDS, Config, ScheduleSettings, TrainSettings, field_infos
@@ -212,7 +213,14 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_functions(config: Config) -> None:
-    """Functions written for slime play whole episodes, in this process."""
+    """Functions written for slime play whole episodes, in this process, and alone take prompts without the chat template."""
+    if config.data.apply_chat_template is False and not (
+        config.env.custom_generate_function_path or config.env.rollout_function_path
+    ):
+        raise ConfigError(
+            "--apply-chat-template false gives a prompt unchanged to a function written for slime (--custom-generate-function-path); "
+            "leave it out, and to add nothing to prompts give the model a template that adds nothing"
+        )
     for name in ("custom_generate_function_path", "rollout_function_path"):
         if config.rollout.branch_at and getattr(config.env, name):
             raise ConfigError(f"{_flag(name)} plays whole episodes, which cannot be branched; leave out --branch-at")
@@ -241,10 +249,7 @@ def _check_engine(config: Config) -> None:
         if engine.ray_address is not None:
             _check_ray(config)
         return
-    several = config.train.actor_num_nodes > 1 or engine.ray_address is not None
-    read = ("update_weight_disk_dir",) if several else ()
-    given = [_flag(name) for name in _SGLANG_ONLY if name not in read and _changed(engine, name)]
-    given += [f"--sglang-{name.replace('_', '-')}" for name in config.sglang]
+    given = _server_flags(config)
     if config.rollout.runner_processes > 1:
         given.append("--runner-processes")
     if given:
@@ -266,6 +271,20 @@ def _check_nodes(config: Config) -> None:
         raise ConfigError(
             f"{several} needs --weight-sync disk, without --colocate: the other ways send weights from ranks on this machine only"
         )
+
+
+def with_servers(config: Config) -> Config:
+    """The settings with `--engine sglang` if they say how its servers run, as scripts of slime do, which have no such flag."""
+    return replace(config, engine=replace(config.engine, engine="sglang")) if _server_flags(config) else config
+
+
+def _server_flags(config: Config) -> list[str]:
+    """The given flags that only SGLang's servers use."""
+    engine = config.engine
+    several = config.train.actor_num_nodes > 1 or engine.ray_address is not None
+    read = ("update_weight_disk_dir",) if several else ()
+    given = [_flag(name) for name in _SGLANG_ONLY if name not in read and _changed(engine, name)]
+    return given + [f"--sglang-{name.replace('_', '-')}" for name in config.sglang]
 
 
 def _check_schedule(config: Config) -> None:

@@ -23,6 +23,7 @@ def load_tasks(
     metadata_key: str | None = None,
     tool_key: str = "tools",
     label_required: bool = False,
+    numbers: bool = False,
     check: Callable[[Task], None] | None = None,
     places: list[str] | None = None,
 ) -> list[Task]:
@@ -35,6 +36,7 @@ def load_tasks(
         metadata_key: The column of the metadata; None: all columns that are not named here.
         tool_key: The column of the task's tools. They become `metadata["tools"]`, in the normal form.
         label_required: The first row must have the label too.
+        numbers: A prompt may be a number, such as the index of a task in another package; it is taken as text.
         check: May refuse a task by raising a UsageError; file and line are added to its message.
         places: File and line of each task are appended to it.
 
@@ -47,7 +49,7 @@ def load_tasks(
     for row in islice(read_rows(name), *bounds):
         label_required = label_required or (not tasks and value_at(row.values, label_key) is not _MISSING)
         try:
-            task = _task(row, (input_key, label_key, metadata_key, tool_key), label_required)
+            task = _task(row, (input_key, label_key, metadata_key, tool_key), label_required, numbers)
             if check is not None:
                 check(task)
         except UsageError as e:
@@ -72,7 +74,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _task(row: Row, keys: tuple[str, str, str | None, str], label_required: bool) -> Task:
+def _task(row: Row, keys: tuple[str, str, str | None, str], label_required: bool, numbers: bool) -> Task:
     values = row.values
     input_key, label_key, _, tool_key = keys
     prompt, label = value_at(values, input_key), value_at(values, label_key)
@@ -87,6 +89,8 @@ def _task(row: Row, keys: tuple[str, str, str | None, str], label_required: bool
         metadata["tools"] = normal_tools(tools, arrow=row.arrow)
     elif tool_key != "tools":
         raise DataError(f"no column {tool_key!r} (--tool-key){suggest(tool_key, values)}")
+    if numbers and type(prompt) is int:
+        prompt = str(prompt)
     task_id = str(values.get("id", row.index))
     return Task(task_id, _prompt(prompt, input_key, row.arrow), None if label is _MISSING else label, metadata)
 

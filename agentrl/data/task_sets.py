@@ -171,7 +171,7 @@ class TaskSets:
         metadata_key: str = "",
         tool_key: str = "",
     ) -> list[Task]:
-        data = self.config.data
+        data, env = self.config.data, self.config.env
         return load_tasks(
             spec,
             input_key=input_key or data.input_key or self.env_class.input_key,
@@ -179,6 +179,7 @@ class TaskSets:
             metadata_key=metadata_key or data.metadata_key,
             tool_key=tool_key or data.tool_key,
             label_required=bool(label_key or data.label_key),
+            numbers=bool(env.custom_generate_function_path or env.rollout_function_path),
             check=self._check_task,
             places=places,
         )

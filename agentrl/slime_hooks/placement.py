@@ -75,7 +75,7 @@ def place_samples(
 def _checked_mask(sample: Sample, number: int) -> list[int]:
     """The loss mask over all tokens of a sample; without one, the whole response is trained."""
     try:
-        replace(sample, reward=None)  # the constructor checks; a reward may have components that are text
+        replace(sample, reward=None).check()  # a reward may have components that are text
     except InvariantError as e:
         raise ContractError(f"sample {number} that the function returned: {e}") from e
     if not sample.tokens:

@@ -22,7 +22,7 @@ from agentrl.slime_hooks.modules import sampling_params
 from agentrl.slime_hooks.placement import place_samples
 from agentrl.slime_hooks.sample import STATE_KEY, SlimeSample, new_sample, recorded_attributes, samples_in
 from agentrl.train.sample import Sample
-from agentrl.types import EpisodeSpec, Status, StopReason, Trajectory
+from agentrl.types import EpisodeSpec, Message, Status, StopReason, Trajectory
 
 _STOP_REASONS = {
     Status.COMPLETED: StopReason.TERMINATED,
@@ -80,11 +80,16 @@ class SlimeRunner:
         return await self.score(replace(trajectory, timings={**trajectory.timings, "episode_s": elapsed}))
 
     def begin(self, spec: EpisodeSpec) -> tuple[SlimeSample, Generations]:
-        """The sample of an episode that begins, with the rendered prompt, and what answers its requests."""
+        """The sample of an episode that begins, with its prompt, and what answers its requests."""
         task = spec.task.copy()
-        pieces = self.renderer.prompt(task.messages, task.metadata.get("tools") or ())
-        ids = tuple(token for _, part in pieces for token in part)
-        prompt = self.renderer.tokenizer.decode(ids)
+        prompt: str | list[Message] = task.prompt if isinstance(task.prompt, str) else list(task.prompt)
+        prompts: dict[str, tuple[int, ...]] = {}
+        rendered = self.args.apply_chat_template
+        if rendered or (rendered is None and not isinstance(prompt, str)):
+            pieces = self.renderer.prompt(task.messages, task.metadata.get("tools") or ())
+            ids = tuple(token for _, part in pieces for token in part)
+            prompt = self.renderer.tokenizer.decode(ids)
+            prompts[prompt] = ids
         generations = Generations(
             engine=self.engine,
             renderer=self.renderer,
@@ -92,7 +97,7 @@ class SlimeRunner:
             seeds=(self.seed, spec.index, spec.attempt),
             session=spec.episode_id,
             context_length=self.limits.context_length,
-            prompts={prompt: ids},
+            prompts=prompts,
         )
         return new_sample(task, prompt, spec.group_index, spec.index), generations
 
@@ -127,10 +132,6 @@ class SlimeRunner:
         last = samples[-1] if samples else None
         if reason is None:
             assert last is not None, "an episode without a failure has a sample"
-            if last.status not in _STOP_REASONS:
-                raise ContractError(
-                    f"the function returned a sample of status {last.status.value}; set COMPLETED, TRUNCATED, ABORTED or FAILED"
-                )
             reason = _STOP_REASONS[last.status]
         unplayed = reason.status in (Status.FAILED, Status.ABORTED) or not samples
         placed = place_samples(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from agentrl.errors import shown
+from agentrl.errors import ContractError, shown
 from agentrl.train.sample import Sample, segment_sample
 from agentrl.types import Status, Task, Trajectory
 
@@ -20,7 +20,11 @@ class SlimeSample(Sample):
 
     Status: ClassVar[type[Status]] = Status
 
+    def __post_init__(self) -> None:
+        """Check nothing yet: functions make samples in any order of their fields, and the samples that they return are checked."""
 
+
+_ENDED = (Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED)
 _FIELDS = {f.name for f in fields(Sample)}
 
 
@@ -50,9 +54,20 @@ def sample_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) ->
 
 
 def samples_in(returned: object) -> list[Sample] | str:
-    """The samples that a function returned, or what it returned instead, in words."""
+    """The samples that a function returned, or what it returned instead, in words. Their status may be a text, such as 'completed'.
+
+    Raises:
+        ContractError: a sample has no status of an ended episode.
+    """
     items = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     samples = [item for item in items if isinstance(item, Sample)]
     if items and len(samples) == len(items):
+        for sample in samples:
+            if sample.status not in _ENDED:
+                status = getattr(sample.status, "value", sample.status)
+                raise ContractError(
+                    f"the function returned a sample of status {status}; set COMPLETED, TRUNCATED, ABORTED or FAILED"
+                )
+            sample.status = Status(sample.status)
         return samples
     return f"{type(returned).__name__}: {shown(returned)}"

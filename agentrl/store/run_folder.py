@@ -232,8 +232,10 @@ def settings_fingerprint(config: Config) -> str:
 
     The run's name, its length, the number of processes and the address of the gateway do not change it.
     """
+    by_function = config.env.custom_generate_function_path or config.env.rollout_function_path
     relevant = replace(
         config,
+        data=config.data if by_function else replace(config.data, apply_chat_template=True),
         run=RunSettings(seed=config.run.seed),
         rollout=replace(config.rollout, num_rollout=1, runner_processes=1),
         gateway=GatewaySettings(),

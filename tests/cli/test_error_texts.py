@@ -92,8 +92,8 @@ ERRORS = {
         "the trainer's; give --allow-truncated-sampling to train on them"
     ),
     "train --kl-loss-coef 0.1": "train: --kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss",
-    "train --colocate": "train: --colocate needs --engine sglang (the engine is local)",
-    "train --sglang-mem-fraction-static 0.8": (
+    "train --engine local --colocate": "train: --colocate needs --engine sglang (the engine is local)",
+    "train --engine local --sglang-mem-fraction-static 0.8": (
         "train: --sglang-mem-fraction-static needs --engine sglang (the engine is local)"
     ),
     "train --env search_r1 --model model --n-samples-per-prompt 1": (
@@ -190,8 +190,8 @@ ERRORS = {
         "train: --ref-update-interval is not accepted: the reference model is a frozen copy of --hf-checkpoint, kept with "
         "--use-kl-loss; leave it out"
     ),
-    "train --wandb-key x": (
-        "train: --wandb-key is not accepted: give --trackers wandb and --tracking-project; the key and the rest are W&B's "
+    "train --wandb-name x": (
+        "train: --wandb-name is not accepted: give --trackers wandb and --tracking-project; the key and the rest are W&B's "
         "environment variables, such as WANDB_API_KEY"
     ),
     "train actor_rollout_ref.rollout.n=8": (

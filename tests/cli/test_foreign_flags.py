@@ -1,5 +1,6 @@
 """Flags that users bring from slime, TRL and verl: accepted, or refused with advice that can be followed."""
 
+import os
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from agentrl.cli.foreign_flags import own_names
 from agentrl.cli.main import main, make_parser
 from agentrl.config import FIELDS, build_config
 from agentrl.config.describe import flag_names
+from agentrl.core.redaction import redact
 from agentrl.errors import ConfigError
 from agentrl.reward import REWARDS
 from agentrl.train.megatron.megatron_flags import megatron_flags, why_not_settable
@@ -87,8 +89,15 @@ debug-rollout-only debug-train-only save-debug-rollout-data load-debug-rollout-d
 """Flags that users of slime bring along, each of which must have a decision."""
 
 
-def test_no_flag_of_slime_and_trl_is_unknown():
+def test_no_flag_of_slime_and_trl_is_unknown(no_service):
     for name in {*SLIME, *TRL, *PROMISED}:
+        if name in TABLES.words:
+            assert read(f"--{name}") == read(*TABLES.words[name]) != {}
+            continue
+        if name in TABLES.environment:
+            assert read(f"--{name}", "1") == {"megatron": {}}
+            assert os.environ[TABLES.environment[name]] == "1"
+            continue
         if our_name(name) in ACCEPTED:
             assert advice(name) is None
             continue
@@ -106,7 +115,7 @@ def test_all_wrong_flags_are_reported_at_once():
         read(
             "--lr",
             "-1",
-            "--wandb-key",
+            "--wandb-name",
             "x",
             "--unheard-of",
             "3",
@@ -118,7 +127,7 @@ def test_all_wrong_flags_are_reported_at_once():
     first, *lines = str(e.value).splitlines()
     assert first == "5 settings cannot be used:"
     flags = [line.split()[0] for line in lines]
-    assert {*flags, "unknown"} == {"--lr", "--wandb-key", "unknown", "--kl-loss-type", "--tensor-model-parallel-size"}
+    assert {*flags, "unknown"} == {"--lr", "--wandb-name", "unknown", "--kl-loss-type", "--tensor-model-parallel-size"}
     assert "  unknown flag --unheard-of" in str(e.value)
 
 
@@ -139,44 +148,91 @@ def test_flags_without_effect_are_accepted_and_named_once_for_each_reason(caplog
         read("--nnodes", "2")
 
 
-SCRIPT = """
---hf-checkpoint M --ref-load M_torch_dist --load RUN --save RUN --save-interval 20 --prompt-data train.jsonl --input-key prompt
---label-key reward_model --apply-chat-template --rollout-shuffle --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
---rollout-max-response-len 512 --rollout-temperature 0.8 --global-batch-size 256 --balance-data --eval-interval 20
---eval-prompt-data aime aime-2024.jsonl --n-samples-per-eval-prompt 16 --eval-max-response-len 16384 --eval-top-p 0.7
---tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
---expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform
---recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 --advantage-estimator grpo --use-kl-loss
---kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6
---lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --rollout-num-gpus-per-engine 2
---sglang-mem-fraction-static 0.7 --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
---attention-softmax-in-fp32 --attention-backend flash --actor-num-nodes 1 --actor-num-gpus-per-node 4 --colocate --engine sglang
+QWEN2_3B = """
 --swiglu --num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --num-attention-heads 16 --use-rotary-position-embeddings
 --disable-bias-linear --add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention
 --num-query-groups 2 --vocab-size 151936
 """
-"""The flags of slime's search-r1 and retool scripts, and those of its file for the model."""
-SEARCH_R1 = (
-    "--custom-generate-function-path generate_with_search.generate --custom-rm-path generate_with_search.reward_func"
-)
-RETOOL = "--custom-generate-function-path generate_with_retool.generate --custom-rm-path generate_with_retool.reward_func --reward-key score"
+QWEN3_4B = """
+--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --group-query-attention --num-query-groups 8
+--use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 5000000
+--vocab-size 151936 --kv-channels 128 --qk-layernorm
+"""
+COMMON = """
+--hf-checkpoint M --ref-load M_torch_dist --load RUN --save RUN --save-interval 20 --rollout-shuffle --num-rollout 3000
+--n-samples-per-prompt 8 --balance-data --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1
+--context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full
+--recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 --advantage-estimator grpo
+--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam
+--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --sglang-mem-fraction-static 0.7
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash
+--actor-num-nodes 1 --colocate
+"""
+WANDB = "--use-wandb --wandb-project slime-dev --wandb-group G --wandb-key 0123456789"
+SCRIPTS = {
+    "search-r1": f"""{COMMON} {QWEN2_3B} {WANDB} --prompt-data nq_search/train.parquet --input-key prompt --label-key reward_model
+        --apply-chat-template --rollout-batch-size 64 --rollout-max-response-len 500 --rollout-temperature 1.0 --global-batch-size 512
+        --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
+        --custom-generate-function-path generate_with_search.generate --custom-rm-path generate_with_search.reward_func""",
+    "retool": f"""{COMMON} {QWEN3_4B} {WANDB} --prompt-data dapo-math-17k.jsonl --input-key prompt --label-key label --apply-chat-template
+        --reward-key score --rollout-batch-size 32 --rollout-max-response-len 8192 --rollout-temperature 1 --global-batch-size 256
+        --eval-interval 20 --eval-prompt-data aime aime-2024.jsonl --n-samples-per-eval-prompt 16 --eval-max-response-len 16384
+        --eval-top-p 1 --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 4
+        --custom-generate-function-path generate_with_retool.generate --custom-rm-path generate_with_retool.reward_func""",
+    "tau-bench": f"""{COMMON} {QWEN3_4B} --prompt-data retail_train_tasks.jsonl --input-key index --rollout-batch-size 32
+        --rollout-max-response-len 1024 --rollout-temperature 0.8 --global-batch-size 256
+        --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std --eval-interval 5
+        --eval-prompt-data retail-dev retail_dev_tasks.jsonl --n-samples-per-eval-prompt 1 --eval-max-response-len 1024 --eval-top-k 1
+        --rollout-num-gpus-per-engine 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2
+        --custom-generate-function-path generate_with_tau.generate""",
+}
+"""The flags of slime's scripts examples/NAME/*.sh, with those of its file for the model and of its commented group for W&B."""
+TAU2 = "--no-load-optim --custom-reward-post-process-path reward.tau2_reward_post_process --wandb-exp-name x"
+"""What slime's script for tau2-bench gives besides."""
 
 
-@pytest.mark.parametrize("functions", [SEARCH_R1, RETOOL], ids=["search-r1", "retool"])
-def test_the_flags_of_slimes_scripts_are_accepted_as_they_are(functions):
-    config = build_config(read(*SCRIPT.split(), *functions.split()))
+@pytest.fixture
+def no_service(monkeypatch):
+    """W&B's variables are unset again after the test."""
+    for name in TABLES.environment.values():
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_flags_of_slimes_scripts_are_accepted_as_they_are(script, no_service):
+    config = build_config(read(*SCRIPTS[script].split()))
     assert config.train.kl_loss_type == "low_var_kl"
     assert config.env.custom_generate_function_path.endswith("generate")
-    assert config.run.run == "RUN"
+    assert (config.run.run, config.engine.engine, config.engine.colocate) == ("RUN", "sglang", True)
     assert config.megatron["tensor_model_parallel_size"] == 2
     assert config.sglang == {"mem_fraction_static": 0.7}
+    if script != "tau-bench":
+        assert (config.run.trackers, config.run.tracking_project) == (("wandb",), "slime-dev")
+        assert (os.environ["WANDB_RUN_GROUP"], os.environ["WANDB_API_KEY"]) == ("G", "0123456789")
+        assert redact("the key is 0123456789") == "the key is ***"
+
+
+def test_one_answer_names_all_that_the_script_for_tau2_bench_gives_and_that_is_not_taken(no_service):
+    with pytest.raises(ConfigError) as e:
+        read(*SCRIPTS["tau-bench"].split(), *TAU2.split(), "--metadata-key", "metadata", "--wandb-group")
+    assert [line.split()[0] for line in str(e.value).splitlines()[1:]] == [
+        "--no-load-optim", "--custom-reward-post-process-path", "--wandb-exp-name", "--wandb-group"
+    ]  # fmt: skip
+
+
+def test_settings_of_servers_choose_the_engine_that_has_them_unless_one_is_named():
+    for words in (["--colocate"], ["--rollout-num-gpus", "2"], ["--sglang-mem-fraction-static", "0.7"]):
+        assert build_config(read(*words)).engine.engine == "sglang"
+        with pytest.raises(ConfigError, match="needs --engine sglang"):
+            build_config(read(*words, "--engine", "local"))
+    assert build_config(read("--colocate", "false")).engine.engine == "local"
 
 
 def test_the_command_line_takes_and_refuses_them(here, capsys):
     assert main(["train", "--num_generations", "0"]) == 2
     assert capsys.readouterr().err == "agentrl train: --n-samples-per-prompt must be at least 1, found 0\n"
-    assert main(["train", "--wandb-key", "x"]) == 2
-    assert capsys.readouterr().err.startswith("agentrl train: --wandb-key is not accepted: give --trackers wandb")
+    assert main(["train", "--wandb-name", "x"]) == 2
+    assert capsys.readouterr().err.startswith("agentrl train: --wandb-name is not accepted: give --trackers wandb")
 
 
 @pytest.mark.parametrize("name", TABLES.same)

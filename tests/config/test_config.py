@@ -98,7 +98,7 @@ def test_the_batch_equation_prints_both_sides():
         ({"rollout_top_p": 0, "allow_truncated_sampling": True}, "--rollout-top-p must be above 0 and at most 1"),
         ({"rollout_top_k": 0}, "--rollout-top-k must be at least 1, or -1"),
         ({"kl_loss_coef": 0.1}, "--use-kl-loss"),
-        ({"apply_chat_template": False}, "--apply-chat-template must be true"),
+        ({"apply_chat_template": False}, "--apply-chat-template false gives a prompt unchanged to a function"),
         ({"max_failure_share": 1.5}, "--max-failure-share must be at least 0 and at most 1, found 1.5"),
         ({"lr": "-1"}, "--lr must be at least 0, found -1"),
         ({"num_steps_per_rollout": 0}, "--num-steps-per-rollout must be at least 1, found 0"),
@@ -217,8 +217,8 @@ def test_settings_import_no_torch():
 
 WITHOUT_EFFECT = [
     # settings, and those with which the first has an effect
-    ({"rollout_num_gpus_per_engine": 2}, {"engine": "sglang"}),
-    ({"update_weight_buffer_size": 1 << 20}, {"engine": "sglang"}),
+    ({"rollout_num_gpus_per_engine": 2, "engine": "local"}, {"engine": "sglang"}),
+    ({"update_weight_buffer_size": 1 << 20, "engine": "local"}, {"engine": "sglang"}),
     ({"engine_max_running": 4, "engine": "sglang"}, {"engine": "local"}),
     ({"update_weight_buffer_size": 1 << 20, "engine": "sglang", "weight_sync": "disk"}, {"weight_sync": "split"}),
     *[

@@ -649,7 +649,7 @@ ELSEWHERE = {
     "rollout_function_path": "needs a function: test_slime_hooks.py",
     "use_fault_tolerance": "needs a crash: test_fault_tolerance.py",
     "log_level": "changes what is logged, nothing in the run",
-    "apply_chat_template": "only its default is accepted: test_what_only_the_check_reads",
+    "apply_chat_template": "needs a function: test_slime_hooks.py, test_what_only_the_check_reads",
     "global_batch_size": "follows from the other three of its equation: test_what_only_the_check_reads",
     "non_finite_step": "needs a step that is not finite: test_non_finite.py",
     "runner_processes": "needs servers: test_runners.py",
@@ -742,7 +742,7 @@ async def test_rows_hold_what_the_engine_said_and_the_seed_decides_what_it_is_as
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"apply_chat_template": False}, "--apply-chat-template must be true"),
+        ({"apply_chat_template": False}, "--apply-chat-template false gives a prompt unchanged to a function"),
         ({"global_batch_size": 7}, "rollout_batch_size × n_samples_per_prompt must equal"),
     ],
 )

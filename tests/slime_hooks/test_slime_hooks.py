@@ -14,7 +14,7 @@ from agentrl.train.sample import to_samples
 from agentrl.types import Provenance, StopReason
 
 HERE = Path(__file__).parent
-SEARCH, RETOOL = HERE / "generate_with_search.py", HERE / "generate_with_retool.py"
+SEARCH, RETOOL, TAU = (HERE / f"generate_with_{name}.py" for name in ("search", "retool", "tau"))
 CALLS = ["I look. <search>capital of france</search>", "<answer>Paris</answer>"]
 CODE = ["<code>20+22</code>", "Answer: 42"]
 
@@ -179,3 +179,57 @@ def test_the_reward_key_must_be_one_of_the_components(play, capsys):
         CODE, *words, "--reward-key", "points", "--max-failure-share", "1", "--rollout-max-context-len", "512"
     )
     assert {t.cause for t in episodes} == {"reward reward: no component points"}
+
+
+CANCEL = '<tool_call>\n{"name": "cancel_order", "arguments": {"order": "71"}}\n</tool_call>'
+RETAIL = ["--prompt-data", "retail.jsonl", "--input-key", "index", "--rollout-max-context-len", "2048"]
+
+
+@pytest.fixture
+def retail(here):
+    """Tasks whose prompt is an index, as tau-bench's."""
+    Path("retail.jsonl").write_text("".join(json.dumps({"index": i}) + "\n" for i in range(2)))
+
+
+def test_tau_bench_serves_a_simulated_user_with_tools(retail, play):
+    script = lambda request: CANCEL if request.turn == 0 else "It is done."  # noqa: E731
+    episodes, engine = play(script, *RETAIL, "--custom-generate-function-path", f"{TAU}:generate")
+    assert {(t.task.prompt, t.score) for t in episodes} == {("0", 1.0), ("1", 1.0)}
+    assert exactness_violations(episodes) == 0
+    for t in episodes:
+        assert t.stop_reason is StopReason.TERMINATED
+        assert provenances(t.segments[0]) == ["PROMPT", "SAMPLED", "OBSERVATION", "SAMPLED", "OBSERVATION"]
+        text = engine.renderer.tokenizer.decode(t.segments[0].ids)
+        assert f"My order {'71' if t.task.prompt == '0' else '82'} should be" in text
+        assert t.state["unused_generations"] == 0
+
+
+def test_tau_benchs_tokens_of_text_are_refused_with_what_differs(retail, play, capsys):
+    play(["It is done."], *RETAIL, "--custom-generate-function-path", f"{TAU}:generate_by_text", status=2)
+    error = capsys.readouterr().err
+    assert "has loss_mask 1, but the engine did not sample it after the tokens before it" in error
+    assert "take the ids of meta_info.output_token_logprobs, never those of the text" in error
+
+
+def test_a_number_is_a_prompt_of_functions_only(retail, here, capsys):
+    assert main(["rollout", "--model", str(here), *RETAIL, "--reward", "em"]) == 2
+    assert "'index' must be a string or a list of messages, found int: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        ([], "capital of france?"),
+        (["--apply-chat-template", "false"], "capital of france?"),
+        (["--apply-chat-template"], "<|im_start|>user\ncapital of france?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_prompt_of_text_is_rendered_where_that_is_asked_for(here, play, words, prompt):
+    Path("tasks.jsonl").write_text(json.dumps({"prompt": "capital of france?", "label": "42"}) + "\n")
+    Path("seen.py").write_text(
+        HEADER + "    sample.metadata = {'prompt': sample.prompt}\n    sample.reward = 0.0\n    return sample"
+    )
+    episodes, _ = play(["yes"], *words, "--custom-generate-function-path", "seen.py:generate")
+    for t in episodes:
+        assert t.state["slime"]["metadata"]["prompt"].endswith(prompt)
+        assert ("<|im_start|>" in t.state["slime"]["metadata"]["prompt"]) == ("<|im_start|>" in prompt)

@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from agentrl.config.settings.base import STRICT
-
-
-def _chat_template(value: bool) -> bool:
-    if not value:
-        raise ValueError("must be true", "to add nothing to prompts, give the model a template that adds nothing")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -109,8 +103,10 @@ class DataSettings:
     """column of the task's metadata, an object (default: all columns but prompt, label and id)"""
     tool_key: Annotated[str, "NAME"] = "tools"
     """column of the task's tools; a.b is key b inside column a"""
-    apply_chat_template: Annotated[bool, AfterValidator(_chat_template)] = True
-    """prompts always use the model's chat template; false is refused"""
+    apply_chat_template: bool | None = None
+    """render prompts by the model's chat template (default: yes, except prompts that are text, for functions written for slime)
+
+    An environment's prompts are always rendered. A function written for slime gets `sample.prompt` rendered, or as it is in the data."""
     data_source_path: Annotated[str | None, "NAME"] = None
     """which tasks are played next: solve_rate, `module:Class` or `file.py:Class` (default: all tasks in each epoch)
 

@@ -138,9 +138,10 @@ class EngineSettings:
     """Inference."""
 
     engine: Literal["local", "sglang"] = "local"
-    """local: in this process; sglang: servers
+    """local: in this process; sglang: servers (default: sglang if a setting of its servers is given, otherwise local)
 
-    The servers are started here, or already run at --rollout-external-engine-addrs."""
+    Such settings are --colocate, --rollout-num-gpus and --sglang-NAME. The servers are started here, or already run at
+    --rollout-external-engine-addrs."""
     colocate: bool = False
     """SGLang and the trainer share the same GPUs and take turns"""
     weight_sync: Literal["colocated", "split", "disk"] | None = None
