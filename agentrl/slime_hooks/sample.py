@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from agentrl.errors import ContractError, shown
 from agentrl.train.sample import Sample, segment_sample
-from agentrl.types import Status, Task, Trajectory
+from agentrl.types import Message, Status, Task, Trajectory
 
 STATE_KEY = "slime"
 """key of `Trajectory.state` under which the attributes of the returned sample are recorded"""
@@ -28,8 +28,8 @@ _ENDED = (Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED)
 _FIELDS = {f.name for f in fields(Sample)}
 
 
-def new_sample(task: Task, prompt: str, group_index: int, index: int) -> SlimeSample:
-    """The sample of an episode that begins. `prompt` is the rendered prompt as text."""
+def new_sample(task: Task, prompt: str | list[Message], group_index: int, index: int) -> SlimeSample:
+    """The sample of an episode that begins. `prompt` is rendered, or as it is in the data."""
     return SlimeSample(
         group_index=group_index, index=index, prompt=prompt, label=task.label, metadata=dict(task.metadata)
     )

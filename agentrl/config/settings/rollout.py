@@ -138,9 +138,9 @@ class EngineSettings:
     """Inference."""
 
     engine: Literal["local", "sglang"] = "local"
-    """local: in this process; sglang: servers (default: sglang if a setting of its servers is given, otherwise local)
+    """local: in this process; sglang: servers
 
-    Such settings are --colocate, --rollout-num-gpus and --sglang-NAME. The servers are started here, or already run at
+    Flags of servers (--colocate, --rollout-num-gpus, --sglang-NAME) imply sglang. The servers are started here, or already run at
     --rollout-external-engine-addrs."""
     colocate: bool = False
     """SGLang and the trainer share the same GPUs and take turns"""
