@@ -15,6 +15,7 @@ from agentrl.config.settings import (
     EngineSettings,
     EnvSettings,
     GatewaySettings,
+    LoraSettings,
     RunSettings,
     TrainSettings,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "EnvSettings",
     "GatewaySettings",
     "Layer",
+    "LoraSettings",
     "RunSettings",
     "TrainSettings",
     "build_config",

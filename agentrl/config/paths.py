@@ -15,10 +15,10 @@ from agentrl.core.registry import local_file
 def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
     """The same settings with absolute paths, for paths that exist relative to the working directory.
 
-    These are the paths of the model (unless it is the name of an `embedded` one), of code, of data and of SGLang's Python. Arguments of the
-    environment and settings of Megatron and SGLang are not changed.
+    These are the paths of the model (unless it is the name of an `embedded` one), of adapters, of code, of data and of SGLang's Python.
+    Arguments of the environment and settings of Megatron and SGLang are not changed.
     """
-    model, env, data, engine = config.model, config.env, config.data, config.engine
+    model, env, data, engine, lora = config.model, config.env, config.data, config.engine, config.lora
     group_filter = config.schedule.dynamic_sampling_filter_path
     eval_data = (_data(word) if i % 2 else word for i, word in enumerate(config.eval.eval_prompt_data))
     return replace(
@@ -37,6 +37,7 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
             custom_rm_path=env.custom_rm_path and _code(env.custom_rm_path),
             rollout_function_path=env.rollout_function_path and _code(env.rollout_function_path),
         ),
+        lora=replace(lora, lora_adapter_path=lora.lora_adapter_path and _path(lora.lora_adapter_path)),
         schedule=replace(config.schedule, dynamic_sampling_filter_path=group_filter and _code(group_filter)),
         data=replace(
             data,

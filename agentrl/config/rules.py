@@ -63,6 +63,10 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("node_rank", "master_addr", "master_port"):
             if _changed(train, name):
                 yield name, why
+    if not config.lora.used:
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+            if _changed(config.lora, name):
+                yield name, "without --lora-rank; add it"
     if not config.rollout.branch_at and _changed(config.rollout, "branch_samples"):
         yield "branch_samples", "without --branch-at; add it"
     run = config.run
@@ -183,6 +187,10 @@ def _check_true_on_policy(config: Config) -> None:
     for name, used in (("--use-tis", train.use_tis), ("--rejection-level", train.rejection_level != "none")):
         if used:
             raise ConfigError(f"{name} corrects a difference that --true-on-policy-mode does not have; leave one out")
+    if config.lora.lora_dropout:
+        raise ConfigError(
+            "--lora-dropout changes the trainer's log-probabilities, and --true-on-policy-mode allows no change; leave one out"
+        )
     if train.proximal_log_probs == "interpolate":
         raise ConfigError("--proximal-log-probs interpolate has no effect with --true-on-policy-mode; leave one out")
 

@@ -36,6 +36,7 @@ from agentrl.run.model_folder import context_length, model_config, model_folder
 from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
 from agentrl.run.runner_settings import RunnerSettings, runner_settings
+from agentrl.run.trained_adapters import trained_adapters
 from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
@@ -164,6 +165,7 @@ class Components:
         check_trainer(
             self.folder, self.config.megatron, train.actor_num_gpus_per_node, gpus_of_trainer(self.config), **options
         )
+        trained_adapters(self.config, self.folder)
 
     def require_critic(self) -> None:
         """Refuse a critic whose model folder cannot be trained.
@@ -383,8 +385,8 @@ class Components:
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
-        exact = self.config.train.true_on_policy_mode
-        return self._start_trainer(self.folder, run_dir, reference=reference, true_on_policy=exact)
+        options = {"true_on_policy": self.config.train.true_on_policy_mode, "lora": self.config.lora}
+        return self._start_trainer(self.folder, run_dir, reference=reference, **options)
 
     def critic(self, run_dir: Path) -> Critic:
         """Start the critic: a value model on separate ranks, with the trainer's settings."""

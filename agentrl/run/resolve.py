@@ -146,6 +146,8 @@ def _require_read(command: str, flags: Layer) -> None:
             reason = "in `agentrl sft`, which plays no episodes and has no rewards"
         elif command != "sft" and section == "sft":
             reason = f"in `agentrl {command}`; it is for `agentrl sft`"
+        elif command not in ("train", "sft") and section == "lora":
+            reason = f"in `agentrl {command}`, which trains nothing; weights with merged adapters are a model: --hf-checkpoint RUN/hf"
         if reason:
             unread.append(f"{flag_names(name)[0]} has no effect {reason}; leave it out")
     if unread:

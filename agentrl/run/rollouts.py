@@ -13,7 +13,7 @@ from agentrl.core.program_name import command
 from agentrl.data.data_source import DataSource
 from agentrl.data.mixed_source import MixedSource
 from agentrl.engine.base import Engine
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.run.collector import Collector
 from agentrl.run.components import Components
 from agentrl.run.metrics import StageReport, metrics_by_env, rollout_metrics
@@ -67,6 +67,11 @@ class EpisodeRun:
         self.config = config = components.config
         if plays != "recorded":
             config.require_credentials()
+        if config.lora.lora_adapter_path and not components.trains:
+            raise ConfigError(
+                "adapters are merged into weights by a trainer, and this command has none: leave out --lora-adapter-path, and give --hf-checkpoint "
+                "with a model into which they are merged (hf/ of the run that trained them)"
+            )
         evaluates = config.eval.eval_interval > 0 and plays != "recorded"
         self.eval_sets = evaluation_sets(components) if evaluates else {}
         if plays == "evaluation" and not self.eval_sets:

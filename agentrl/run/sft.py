@@ -23,7 +23,8 @@ from agentrl.errors import DataError, NonFiniteError
 from agentrl.run.components import Components
 from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo, RunLog
-from agentrl.run.training import recorded_step, skip_or_stop
+from agentrl.run.trained_adapters import describe_adapters
+from agentrl.run.training import ADAPTER, export_trained, recorded_step, skip_or_stop
 from agentrl.store import Recording, from_record
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Row, Trainer
@@ -51,6 +52,8 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
                 folder.episodes.write(t, split="sft")
             batches = make_batches(samples, config)
             log.echo(f"run folder {folder.path}: {len(samples)} samples, {len(batches)} steps")
+            if (trained := describe_adapters(config, components.folder)) is not None:
+                log.echo(trained)
             started = time.perf_counter()
             for step, batch in enumerate(batches):
                 lr = sft_learning_rate(config, step, len(batches))
@@ -69,13 +72,16 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
                         f"step {step + 1:>5} of {len(batches)}  loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.2f}  "
                         f"{time.perf_counter() - started:.0f} s"
                     )
-            await asyncio.to_thread(trainer.export_weights, folder.path / "hf")
+            await asyncio.to_thread(export_trained, trainer, folder)
         finally:
             if trainer is not None:
                 await asyncio.to_thread(trainer.close)
             components.close()
             folder.close()
-        log.echo(f"weights in {folder.path / 'hf'}; look at the run in the browser: {command('view', folder.path)}")
+        adapters = f", adapters in {folder.path / ADAPTER}" if config.lora.used else ""
+        log.echo(
+            f"weights in {folder.path / 'hf'}{adapters}; look at the run in the browser: {command('view', folder.path)}"
+        )
     return folder.path
 
 

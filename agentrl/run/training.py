@@ -23,6 +23,7 @@ from agentrl.run.metrics import StageReport, mean_over_steps
 from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
 from agentrl.run.timeline import Timeline, ceiling
+from agentrl.run.trained_adapters import describe_adapters, require_adapters
 from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule, check_schedule, uses_window
 from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import Critic, LossConfig, Row, Trainer
@@ -42,6 +43,8 @@ from agentrl.train.steps import (
 from agentrl.types import Group
 
 logger = logging.getLogger(__name__)
+ADAPTER = "adapter"
+"""folder of the trained adapters inside the run folder"""
 CRITIC = "critic"
 """folder of the critic's checkpoint inside the trainer's"""
 
@@ -135,8 +138,10 @@ class TrainingRun(EpisodeRun):
         """the checkpoint that is being written (--async-save)"""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """See `EpisodeRun.check_state`; the schedule must be the checkpoint's."""
+        """See `EpisodeRun.check_state`; the schedule must be the checkpoint's, and adapters of this base."""
         check_saved_schedule(self.config, state)
+        assert self.checkpoint is not None, "the state is that of a checkpoint"
+        require_adapters(self.config, self.components.folder, self.checkpoint / "trainer")
 
     @property
     def trainer(self) -> Trainer:
@@ -145,7 +150,9 @@ class TrainingRun(EpisodeRun):
         return self._trainer
 
     async def start(self) -> None:
-        """Start trainer and engine together. The engine then receives the weights of the checkpoint, or the model's if it serves others."""
+        """Start trainer and engine together. The engine then receives the weights of the checkpoint or of given adapters, or the model's if it
+        serves others.
+        """
         components = self.components
         if self.dropped_episodes is not None:
             self.log.echo(
@@ -162,7 +169,10 @@ class TrainingRun(EpisodeRun):
         if self.checkpoint is not None:
             await asyncio.to_thread(self.load_trainer, self.checkpoint / "trainer")
         await self.weights.begin(self.trainer)
-        if self.checkpoint is not None or (await self.engine.health()).policy_version != self.policy_version:
+        if (trained := describe_adapters(self.config, components.folder)) is not None:
+            self.log.echo(trained)
+        changed = self.checkpoint is not None or self.config.lora.lora_adapter_path is not None
+        if changed or (await self.engine.health()).policy_version != self.policy_version:
             await self.weights.yield_gpu(self.trainer)
             await self.weights.sync(self.trainer, self.policy_version)
         if self.evaluation_engine is not None:
@@ -339,13 +349,16 @@ class TrainingRun(EpisodeRun):
         """Complete the checkpoint and export the weights, then finish the report."""
         await self.complete_save()
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
-        await asyncio.to_thread(self.folder.export, self.trainer.export_weights)
+        await asyncio.to_thread(export_trained, self.trainer, self.folder)
         self.finish_report()
 
     def next_steps(self) -> list[str]:
-        """See `EpisodeRun.next_steps`; the trained weights can be used as any other model."""
-        weights = self.folder.path / "hf"
-        return [*super().next_steps(), f"use its weights as a model: --model {shlex.quote(str(weights))}"]
+        """See `EpisodeRun.next_steps`; the trained weights can be used as any other model, adapters as those of peft."""
+        weights, adapter = (shlex.quote(str(self.folder.path / name)) for name in ("hf", ADAPTER))
+        steps = [*super().next_steps(), f"use its weights as a model: --model {weights}"]
+        return (
+            [*steps, f"train its adapters further: --lora-adapter-path {adapter}"] if self.config.lora.used else steps
+        )
 
     async def close(self) -> None:
         """See `EpisodeRun.close`; then stop the trainer."""
@@ -371,6 +384,13 @@ class TrainingRun(EpisodeRun):
         """Whether a checkpoint follows rollout `step`: one does after each `save_interval` and after the last."""
         rollouts = step + 1
         return rollouts % self.config.run.save_interval == 0 or rollouts == self.config.rollout.num_rollout
+
+
+def export_trained(trainer: Trainer, folder: RunFolder) -> None:
+    """Write the weights into `hf/` of the run folder, with adapters merged into them, and the adapters themselves into `adapter/`."""
+    folder.export(trainer.export_weights)
+    if folder.config.lora.used:
+        folder.export(trainer.export_adapter, ADAPTER)
 
 
 TRUE_ON_POLICY = "true_on_policy_diff_max"

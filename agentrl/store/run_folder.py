@@ -135,9 +135,9 @@ class RunFolder:
 
         return finish
 
-    def export(self, write: Callable[[Path], Any]) -> None:
-        """Call `write` with a new folder of weights, then put it in the place of `hf/`, which this run may have written before."""
-        final, new, old = (self.path / name for name in ("hf", ".hf-new", ".hf-old"))
+    def export(self, write: Callable[[Path], Any], name: str = "hf") -> None:
+        """Call `write` with a new folder of weights, then put it in the place of the folder `name`, which this run may have written before."""
+        final, new, old = (self.path / name for name in (name, f".{name}-new", f".{name}-old"))
         shutil.rmtree(new, ignore_errors=True)
         write(new)
         shutil.rmtree(old, ignore_errors=True)

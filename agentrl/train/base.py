@@ -221,7 +221,7 @@ class Trainer(Protocol):
         """One optimizer step on the global batch. Returns metrics (loss, grad_norm, clip_fraction …), `log_probs` and `rates`.
 
         `log_probs` equals `log_probs(rows, trained_only=True)` just before the step; the forward pass computes them anyway. `rates` depend on
-        time: tokens_per_s (without padding), mfu, peak_memory_mib_max. `profile`: a folder that receives a trace of the step by each rank.
+        time: tokens_per_s (without padding), mfu, optimizer_mib, peak_memory_mib_max. `profile`: a folder that receives a trace by each rank.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite; nothing was changed.
@@ -232,6 +232,9 @@ class Trainer(Protocol):
 
     def export_weights(self, path: Path) -> WeightsManifest:
         """Write the weights under Hugging Face names as safetensors into the new folder `path`, one file per pipeline stage."""
+
+    def export_adapter(self, path: Path) -> None:
+        """Write the adapters as peft does into the new folder `path`, of a trainer that trains adapters."""
 
     def save(self, path: Path) -> None:
         """Write model, optimizer and random state into the new folder `path` (distributed checkpoint)."""

@@ -235,6 +235,10 @@ class RestartingTrainer:
         """See `Trainer.export_weights`."""
         return self._command(lambda ranks: ranks.export_weights(path))
 
+    def export_adapter(self, path: Path) -> None:
+        """See `Trainer.export_adapter`."""
+        self._command(lambda ranks: ranks.export_adapter(path))
+
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         self._command(lambda ranks: ranks.save(path))

@@ -242,6 +242,9 @@ WITHOUT_EFFECT = [
     ({"eps_clip_c": 3.0, "advantage_estimator": "cispo"}, {"advantage_estimator": "grpo"}),
     ({"kl_loss_coef": 0.1}, {"use_kl_loss": True}),
     ({"distributed_timeout_minutes": 2, "trainer_timeout_s": 100}, {"trainer_timeout_s": 120}),
+    ({"lora_alpha": 8.0}, {"lora_rank": 2}),
+    ({"lora_dropout": 0.1}, {"lora_rank": 2}),
+    ({"lora_target_modules": ["q_proj"]}, {"lora_adapter_path": "d"}),
     ({"input_key": "question"}, {"prompt_data": "a.jsonl"}),
     ({"label_key": "answer"}, {"eval_prompt_data": ["a", "a.jsonl"]}),
 ]  # fmt: skip

@@ -66,11 +66,22 @@ def check(run: Path, out: str) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("sync", ["colocated", "split", pytest.param("disk", marks=pytest.mark.full)])
-def test_training_with_each_sync(tmp_path, sync):
-    """Through the disk in the full tests only: tests/engine/test_sglang.py has it with a genuine server too."""
+ADAPTERS = ["--lora-rank", "4", "--lr", "1e-3"]
+
+
+@pytest.mark.parametrize(
+    ("sync", "flags"),
+    [
+        ("colocated", []),
+        ("split", []),
+        pytest.param("disk", [], marks=pytest.mark.full),
+        *[pytest.param(sync, ADAPTERS, marks=pytest.mark.full) for sync in ("colocated", "split", "disk")],
+    ],
+)
+def test_training_with_each_sync(tmp_path, sync, flags):
+    """Through the disk in the full tests only: tests/engine/test_sglang.py has it with a genuine server too. Adapters arrive merged."""
     run = tmp_path / "run"
-    process = start(run, "--weight-sync", sync)
+    process = start(run, "--weight-sync", sync, *flags)
     out, _ = process.communicate(timeout=1200)
     assert process.returncode == 0, out[-3000:]
     check(run, out)

@@ -54,7 +54,7 @@ class NotingTrainer:
 
     def __init__(self, model, **options):
         self.options = {"model": Path(model).name, **options}
-        self.steps, self.events, self.profiled, self.saved = [], [], [], 0
+        self.steps, self.events, self.profiled, self.exported, self.saved = [], [], [], [], 0
 
     def log_probs(self, rows, *, reference=False, trained_only=False):
         self.events.append("reference" if reference else "old")
@@ -84,6 +84,10 @@ class NotingTrainer:
         return lambda: self.events.append("save complete")
 
     def export_weights(self, path):
+        path.mkdir(parents=True)
+        self.exported.append((path.name, len(self.steps)))
+
+    def export_adapter(self, path):
         path.mkdir(parents=True)
 
     def close(self): ...
@@ -231,6 +235,8 @@ def play(model, monkeypatch, tmp_path):
     monkeypatch.setattr(assemble.Components, "require_trainable", lambda self: None)
     monkeypatch.setattr(assemble.Components, "require_weights", lambda self: None)
     monkeypatch.setattr(assemble.Components, "require_critic", lambda self: None)
+    for module in ("training", "sft"):
+        monkeypatch.setattr(f"agentrl.run.{module}.describe_adapters", lambda *_: None)
     monkeypatch.setattr(teacher, "LocalTeacher", FixedTeacher)
     monkeypatch.setattr(report, "draw_curve", lambda *_: None)  # takes most of a run's time
     count = iter(range(1000))
@@ -327,6 +333,10 @@ def loss(name):
 
 def trainer(name):
     return lambda s: s.trainer.options[name]
+
+
+def lora(name):
+    return lambda s: getattr(s.trainer.options["lora"], name)
 
 
 def engine(name):
@@ -454,6 +464,7 @@ def is_played_again(s):
     return first[6] == first[0]
 
 
+RANK4 = {"lora_rank": 4}
 OVER_SAMPLED = {"over_sampling_batch_size": 3}
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
 DR = {"advantage_estimator": "dr_grpo"}
@@ -607,6 +618,16 @@ CASES = [
     Case("distributed_timeout_minutes", 0.5, trainer("collective_timeout_s"), 30.0),
     Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
+    # adapters
+    Case("lora_rank", 4, lora("lora_rank"), 4),
+    Case("lora_rank", 4, lora("lora_rank"), 4, job="sft"),
+    Case("lora_rank", 4, lambda s: "adapter" in s.files, True),
+    Case("lora_rank", 4, lambda s: "adapter" in s.files, True, job="sft"),
+    Case("lora_alpha", 32.0, lora("lora_alpha"), 32.0, RANK4),
+    Case("lora_dropout", 0.5, lora("lora_dropout"), 0.5, RANK4),
+    Case("lora_target_modules", ["q_proj"], lora("lora_target_modules"), ("q_proj",), RANK4),
+    Case("lora_adapter_path", "MODEL/other", lambda s: s.trainer.options["lora"].used, True),
+    Case("lora_adapter_path", "MODEL/other", lambda s: s.trainer.exported[0], ("v0", 0)),
     # evaluation
     Case("eval_interval", 1, evaluated, ["eval/test/0", "eval/test/1", "eval/test/2"]),
     Case("eval_prompt_data", ["held", "MODEL/tasks.jsonl"], evaluated, ["eval/held/0", "eval/held/2"], EVALUATED),
@@ -717,6 +738,12 @@ async def test_old_log_probs_are_the_trainers_own_before_the_first_step_and_refe
             assert set(row.old_log_probs[trained]) == {OLD - 2 * (number // 2)}, "of the weights that sampled"
             assert set(row.ref_log_probs[trained]) == {REFERENCE}
             assert set(row.old_log_probs[trained]) != set(row.rollout_log_probs[trained])
+
+
+async def test_a_critic_is_trained_whole_beside_adapters(play):
+    seen = await play({"lora_rank": 4, "advantage_estimator": "ppo"})
+    assert seen.trainer.options["lora"].used
+    assert "lora" not in seen.critic.options
 
 
 async def test_one_step_per_rollout_asks_for_no_old_log_probs(play):

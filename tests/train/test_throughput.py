@@ -40,6 +40,24 @@ def test_flops_are_those_of_the_matrix_products(tmp_path, family):
     assert step_flops(config, Work(tokens=n, keys=n * n, predictions=n)) == pytest.approx(counted, rel=0.01)
 
 
+def test_flops_of_adapters_alone_are_those_of_peft(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make_model(tmp_path / "model", "qwen3")
+    adapted = get_peft_model(hf_model(model), LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj"]))
+    adapted.enable_input_require_grads()  # as in the trainer
+    n = 16
+    with FlopCounterMode(display=False) as counter:
+        adapted(torch.zeros(1, n, dtype=torch.long)).logits.sum().backward()
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    work = Work(tokens=n, keys=n * n, predictions=n)
+    want = step_flops(read_model_config(model), work, trained)
+    assert want == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert want < 0.8 * step_flops(read_model_config(model), work)
+    assert mfu(read_model_config(model), work, 1.0, "H200", 1, trained) == pytest.approx(want / 990e12)
+
+
 def test_a_shared_prefix_counts_once_in_each_micro_batch():
     """Rows 1 2 3 4, 1 2 3 5 and 1 2 9 have the inputs 1 2 3, 1 2 3 and 1 2."""
     rows = [of([1, 2, 3, 4]), of([1, 2, 3, 5]), of([1, 2, 9])]

@@ -21,7 +21,7 @@ from agentrl.config.settings.env import DataSettings, EnvSettings, GatewaySettin
 from agentrl.config.settings.evaluation import EvalSettings
 from agentrl.config.settings.rollout import EngineSettings, RolloutSettings, ScheduleSettings
 from agentrl.config.settings.run import ModelSettings, RunSettings
-from agentrl.config.settings.train import ESTIMATOR_NAMES, SftSettings, TrainSettings
+from agentrl.config.settings.train import ESTIMATOR_NAMES, LoraSettings, SftSettings, TrainSettings
 from agentrl.core.name_syntax import split_slice
 from agentrl.core.redaction import redact
 
@@ -36,6 +36,7 @@ __all__ = [
     "EnvSettings",
     "EvalSettings",
     "GatewaySettings",
+    "LoraSettings",
     "ModelSettings",
     "RolloutSettings",
     "RunSettings",
@@ -59,6 +60,7 @@ class Config:
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     train: TrainSettings = TrainSettings()
+    lora: LoraSettings = LoraSettings()
     eval: EvalSettings = EvalSettings()
     sft: SftSettings = SftSettings()
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -161,6 +161,36 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraSettings:
+    """Low-rank adapters (LoRA), which are trained in place of the weights."""
+
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """rank of the adapters; 0: all weights are trained
+
+    Only the adapters have gradients and optimizer states. Engines receive the weights with the adapters merged into them. The reference of the KL
+    divergence is the base, without a second copy of the model. The critic of ppo is trained whole."""
+    lora_alpha: Annotated[float | None, Field(gt=0)] = None
+    """the adapters' product is scaled by alpha / rank (default: twice the rank)"""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """dropout of the adapters' inputs in training; needs --tree-packing false"""
+    lora_target_modules: Annotated[
+        tuple[Literal["all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...],
+        Field(min_length=1),
+        "NAME",
+    ] = ("all-linear",)
+    """matrices that have adapters, by their names in transformers; all-linear: those of attention and MLP"""
+    lora_adapter_path: Annotated[str | None, "PATH"] = None
+    """folder of peft with the adapters to start from (default: new ones)
+
+    Rank, alpha and target modules are those in its adapter_config.json. Its base must be --hf-checkpoint."""
+
+    @property
+    def used(self) -> bool:
+        """Whether adapters are trained."""
+        return bool(self.lora_rank or self.lora_adapter_path)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftSettings:
     """Supervised training (`agentrl sft`)."""
 

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from agentrl.train.megatron.adapters import adapter_tensors
 from agentrl.train.megatron.checkpoint_pickles import require_safe
 from agentrl.train.megatron.gpu_kernels import step_device, use_fused_adam
+from agentrl.train.megatron.hf_weights import conversion
 from agentrl.train.megatron.model import Built
 
 _FORMAT = {
@@ -98,7 +100,7 @@ def load(built: Built, path: Path) -> int:
     generators = {"generators": _sharded_generators()} if same else {}
     with _steps_from_groups(built.optimizer):
         state = dist_checkpointing.load({**_state(built, loading=True), **generators}, str(path))
-        built.model.load_state_dict(state["model"])
+        _set_model(built, state["model"])
         built.optimizer.load_state_dict(state["optimizer"])
     use_fused_adam(built.optimizer)
     for part in _parts(built.optimizer):
@@ -114,9 +116,44 @@ def load(built: Built, path: Path) -> int:
 
 def _state(built: Built, *, loading: bool) -> dict[str, Any]:
     _initialise(built.optimizer)
-    model = built.model.sharded_state_dict()
+    model = built.model.sharded_state_dict() if built.lora is None else _adapter_state(built)
     optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
     return {"model": model, "optimizer": optimizer}
+
+
+def _adapter_state(built: Built) -> dict[str, ShardedTensor]:
+    """The adapters alone, by names that number layers over the whole model."""
+    tensor, ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    states = {}
+    for name, parameter in adapter_tensors(built.model):
+        dimension = {"rows": 0, "columns": 1}.get(conversion(name, built.layout).kind)
+        offsets = [] if dimension is None else [(dimension, tensor, ranks)]
+        replica = 0, tensor if dimension is None else 0, copy
+        states[name] = ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
+    return states
+
+
+@torch.no_grad()
+def _set_model(built: Built, state: dict[str, Any]) -> None:
+    """Set what `_state` saved of the model."""
+    if built.lora is None:
+        built.model.load_state_dict(state)
+        return
+    for name, parameter in adapter_tensors(built.model):
+        parameter.copy_(state[name])
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """The bytes of this rank's optimizer states: the moments, and the fp32 copies of weights in half precision."""
+    adams = [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+    parameters = [p for adam in adams for group in adam.param_groups for p in group["params"]]
+    states = [t for adam in adams for values in adam.state.values() for t in values.values()]
+    copies = parameters if optimizer.config.bf16 else []
+    return sum(t.nbytes for t in (*states, *copies) if isinstance(t, torch.Tensor))
 
 
 def _layout() -> tuple[int, int]:

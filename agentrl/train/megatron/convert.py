@@ -8,9 +8,11 @@ from __future__ import annotations
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from agentrl.config import LoraSettings
 from agentrl.errors import ConfigError
+from agentrl.train.megatron.checkpoint_model import read_adapters
 from agentrl.train.megatron.megatron_settings import check_trainer
 
 if TYPE_CHECKING:
@@ -37,21 +39,35 @@ def write_checkpoint(model: Path, target: Path, dtype: str) -> None:
 def write_hugging_face(checkpoint: Path, model: Path, target: Path, dtype: str) -> None:
     """Write the weights of a checkpoint into the new Hugging Face folder `target`, with the other files of the folder `model`.
 
+    Adapters are merged into the weights, and are in the folder `adapter` of `target` as peft writes them.
+
     Raises:
         UsageError: `model` cannot be trained.
         StoreError: the checkpoint is of another model, or not complete.
     """
-    with _trainer(model, dtype) as trainer:
+    adapters = read_adapters(checkpoint)
+    with _trainer(model, dtype, _settings(adapters)) as trainer:
         trainer.load(checkpoint)
         trainer.export_weights(target)
+        if adapters is not None:
+            trainer.export_adapter(target / "adapter")
+
+
+def _settings(adapters: dict[str, Any] | None) -> LoraSettings:
+    """The settings of the adapters in a checkpoint."""
+    if adapters is None:
+        return LoraSettings()
+    rank, alpha, targets = (adapters[name] for name in ("rank", "alpha", "targets"))
+    return LoraSettings(lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(targets))
 
 
 @contextmanager
-def _trainer(model: Path, dtype: str) -> Iterator[MegatronTrainer]:
+def _trainer(model: Path, dtype: str, lora: LoraSettings | None = None) -> Iterator[MegatronTrainer]:
     from agentrl.train.megatron.trainer import MegatronTrainer
 
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"weights can be converted in float32 or bfloat16; found {dtype!r}: give --dtype")
     check_trainer(model, {}, 1, 0)
-    with tempfile.TemporaryDirectory() as folder, MegatronTrainer(model, run_dir=Path(folder), dtype=dtype) as trainer:
+    options: dict[str, Any] = {"dtype": dtype, "lora": lora}
+    with tempfile.TemporaryDirectory() as folder, MegatronTrainer(model, run_dir=Path(folder), **options) as trainer:
         yield trainer

@@ -19,7 +19,8 @@ from agentrl.engine.local.attention import Batch
 from agentrl.engine.local.kv_cache import BlockPool, Chunk, Session
 from agentrl.engine.local.model import LocalModel
 from agentrl.errors import ConfigError
-from agentrl.train.megatron.hf_weights import WeightLayout, conversion, final_shape, named_tensors, to_hugging_face
+from agentrl.train.megatron.adapters import weights
+from agentrl.train.megatron.hf_weights import WeightLayout, conversion, final_shape, to_hugging_face
 from agentrl.train.megatron.micro_batch import MicroBatch
 
 _CPU = torch.device("cpu")
@@ -79,9 +80,9 @@ class EngineForward:
         return logits[: len(here)]
 
     def _hugging_face(self, model: Any) -> dict[str, Tensor]:
-        """The parameters by Hugging Face names, as differentiable views."""
+        """The weights by Hugging Face names: differentiable views of the parameters, or sums with the products of adapters."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in named_tensors(model, buffers=False):
+        for name, parameter in weights(model, buffers=False):
             convert = conversion(name, self._layout)
             made = to_hugging_face([parameter], convert.kind, self._layout)
             tensors |= {

@@ -6,7 +6,7 @@ Tensors are only divided, joined, stacked and padded, so the two directions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -197,36 +197,34 @@ def _has_value_head(weights: HuggingFaceWeights) -> bool:
 
 
 @torch.no_grad()
-def gather(
-    model: Any, layout: WeightLayout, groups: Groups, value: Callable[[Any], Tensor], *, buffers: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+def gather(tensors: Iterable[tuple[str, Tensor]], layout: WeightLayout, groups: Groups) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of this stage, on every rank of the groups.
 
-    `value` selects the parameter itself or its gradient. A tied output layer is left out: it is the embedding.
+    `tensors`: by megatron's names, as `named_tensors` yields them. A tied output layer is left out: it is the embedding.
     """
-    for name, tensor, shape in gather_views(model, layout, groups, value, buffers=buffers):
+    for name, tensor, shape in gather_views(tensors, layout, groups):
         yield name, tensor.reshape(shape)
 
 
 @torch.no_grad()
 def gather_views(
-    model: Any, layout: WeightLayout, groups: Groups, value: Callable[[Any], Tensor], *, buffers: bool = True
+    tensors: Iterable[tuple[str, Tensor]], layout: WeightLayout, groups: Groups
 ) -> Iterator[tuple[str, Tensor, list[int]]]:
     """`gather` with (name, tensor, final shape) before the reshape. Without tensor parallelism the tensors are views: nothing is copied.
 
     Experts are gathered one by one, so that a rank never holds more than one of each of the others.
     """
-    for name, parameter in named_tensors(model, buffers=buffers):
+    for name, part in tensors:
         if name == "output_layer.weight" and layout.tied:
             continue
         convert = conversion(name, layout)
         if convert.kind in EXPERT_DIMENSION:
             if groups.expert_copy:
-                yield from _gather_experts(value(parameter).detach(), convert, layout, groups)
+                yield from _gather_experts(part.detach(), convert, layout, groups)
             continue
         if not groups.dense_copy:
             continue
-        own = value(parameter).detach().contiguous()
+        own = part.detach().contiguous()
         shards = [own] if convert.kind in WHOLE else _all_gather(own, groups.tensor)
         for target, tensor in zip(convert.names, to_hugging_face(shards, convert.kind, layout), strict=True):
             yield target, tensor, final_shape(tensor, convert.kind)

@@ -104,14 +104,14 @@ class NormedAdd(nn.Module):
         return add
 
 
-def layer_spec(config: Any, model: ModelConfig, layer: int) -> Any:
+def layer_spec(config: Any, model: ModelConfig, layer: int, *, adapters: bool = False) -> Any:
     """Layer number `layer` (from 0): of a dense GPT Transformer Engine's linear layers and norms if installed, else megatron's linear layers
-    and our norm.
+    and our norm. With `adapters` always the latter, whose norms are not fused with the linear layers.
     """
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    plain = not (model.experts or model.latent or model.post_norms)
+    plain = not (model.experts or model.latent or model.post_norms or adapters)
     if specs.HAVE_TE and plain:
         spec = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.submodules.self_attention.submodules.core_attention = TreeAttention
@@ -140,7 +140,7 @@ def layer_spec(config: Any, model: ModelConfig, layer: int) -> Any:
     return spec
 
 
-def block_spec(config: Any, model: ModelConfig) -> Any:
+def block_spec(config: Any, model: ModelConfig, *, adapters: bool = False) -> Any:
     """The layers of this pipeline stage and the final norm."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -148,5 +148,5 @@ def block_spec(config: Any, model: ModelConfig) -> Any:
 
     norm = specs.TENorm if specs.HAVE_TE else RMSNorm
     first = get_transformer_layer_offset(config)
-    layers = [layer_spec(config, model, first + i) for i in range(get_num_layers_to_build(config))]
+    layers = [layer_spec(config, model, first + i, adapters=adapters) for i in range(get_num_layers_to_build(config))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

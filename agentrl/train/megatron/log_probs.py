@@ -121,7 +121,7 @@ class _LogProbs(torch.autograd.Function):
         _, gradient = _kernels(hidden.is_cuda)
         columns = weight[: ctx.shard.size]
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = _WeightGradient(weight)
+        weight_grad = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
         for part in _parts(len(hidden), ctx.chunk):
             logits = hidden[part] @ columns.t() if kept is None else kept
             of_entropy = None if by_entropy is None else by_entropy[part]
@@ -129,9 +129,10 @@ class _LogProbs(torch.autograd.Function):
             grad = gradient(logits, *place, peak[part], total[part], entropy[part], by_label[part], of_entropy)
             del logits
             torch.mm(grad, columns, out=hidden_grad[part])
-            weight_grad.add(grad, hidden[part])
+            if weight_grad is not None:
+                weight_grad.add(grad, hidden[part])
         ctx.shard.reduce(hidden_grad)
-        return hidden_grad, weight_grad.result(), None, None, None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.result(), None, None, None, None
 
 
 def chunk_size(columns: int, hidden: Tensor, workspace: int) -> int:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from agentrl.train.megatron.adapters import AdaptedWeights, attach
 from agentrl.train.megatron.families import check_names, conversions
 from agentrl.train.megatron.gpu_kernels import use_fused_adam
 from agentrl.train.megatron.hf_weights import (
@@ -35,6 +36,7 @@ from agentrl.train.megatron.hf_weights import (
     named_tensors,
 )
 from agentrl.train.megatron.layers import TreeRotaryEmbedding, block_spec
+from agentrl.train.megatron.lora import Lora, adapter_conversions
 from agentrl.train.megatron.megatron_settings import Settings, check_settings, required_settings
 from agentrl.train.megatron.micro_batch import MicroBatch
 from agentrl.train.megatron.model_config import ModelConfig, Rope
@@ -106,7 +108,9 @@ class Built:
     """the model in its wrappers, as megatron's schedule runs it"""
     optimizer: Any
     reference: torch.nn.Module | None
-    """the frozen copy, wrapped for its precision"""
+    """the frozen copy, wrapped for its precision; None with adapters too, whose reference is the model without them"""
+    lora: Lora | None = None
+    """its adapters, which alone are trained; None: all weights are"""
     checks_finite: bool = True
     """an optimizer step is not taken if the loss or a gradient is not finite"""
     critic: bool = False
@@ -133,10 +137,13 @@ def build(
     *,
     reference: bool,
     critic: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> Built:
     """Build this rank's part and load its weights. The process groups must exist.
 
     `critic`: a value model, whose head is `score.weight` (as in transformers' ForTokenClassification), or 0 without it.
+    `lora`: train adapters only; `seed`: of new ones.
 
     Raises:
         ConfigError: a setting contradicts config.json or cannot work.
@@ -146,8 +153,12 @@ def build(
     world = config.tensor_model_parallel_size
     check_names(weights.folder, model_config, weights, critic=critic)
     groups = parallel_groups()
+    table = conversions(model_config, critic=critic)
+    if lora is not None:
+        table |= adapter_conversions(table, lora.targets)
+        weights = AdaptedWeights(weights, model_config, lora, seed)
     layout = WeightLayout(
-        table=conversions(model_config, critic=critic),
+        table=table,
         groups=config.num_query_groups,
         queries_per_group=config.num_attention_heads // config.num_query_groups,
         head_dim=model_config.head_dim,
@@ -158,14 +169,14 @@ def build(
     )
 
     def loaded() -> Any:
-        model = _gpt(config, model_config, layout)
+        model = _gpt(config, model_config, layout, lora)
         load(model, weights, layout, groups)
         return model
 
     def in_precision(model: Any) -> Any:
         return Float16Module(config, model) if config.bf16 else model
 
-    frozen = in_precision(loaded().requires_grad_(False).eval()) if reference else None
+    frozen = in_precision(loaded().requires_grad_(False).eval()) if reference and lora is None else None
     ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     checked = {"check_for_nan_in_grad": False}  # megatron would end the process; the rank checks, and skips the step
     ddp_config = DistributedDataParallelConfig(
@@ -185,6 +196,7 @@ def build(
         wrapped=wrapped,
         optimizer=optimizer,
         reference=frozen,
+        lora=lora,
         critic=critic,
         checks_finite=settings.get("check_for_nan_in_grad", True),
     )
@@ -249,10 +261,10 @@ def _fields_of(kind: type, settings: Settings) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k in names}
 
 
-def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLayout) -> PolicyModel:
+def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLayout, lora: Lora | None) -> PolicyModel:
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, model_config),
+        transformer_layer_spec=block_spec(config, model_config, adapters=lora is not None),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=model_config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -261,6 +273,8 @@ def _gpt(config: TransformerConfig, model_config: ModelConfig, layout: WeightLay
         rope=model_config.rope,
         critic=layout.critic,
     )
+    if lora is not None:
+        attach(model, lora, layout)
     for name, parameter in named_tensors(model, buffers=False):
         kind = conversion(name, layout).kind
         marked = kind in WHOLE or kind in EXPERT_DIMENSION or getattr(parameter, "tensor_model_parallel", False)

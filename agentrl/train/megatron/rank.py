@@ -7,7 +7,7 @@ divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.train.base import LossConfig, Row
-from agentrl.train.megatron import checkpoint
+from agentrl.train.megatron import adapters, checkpoint
 from agentrl.train.megatron.delivery.sender import Sender
 from agentrl.train.megatron.engine_forward import EngineForward
-from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather
+from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather, named_tensors
 from agentrl.train.megatron.log_probs import VocabShard, token_log_probs
 from agentrl.train.megatron.loss import token_loss
 from agentrl.train.megatron.micro_batch import MicroBatch, collate
@@ -48,8 +48,16 @@ class TrainerRank:
     def __init__(self, setup: RankSetup) -> None:
         model_config = read_model_config(setup.model)
         weights = HuggingFaceWeights(setup.model)
-        kinds = {"reference": setup.reference, "critic": setup.critic}
-        self.built = build(model_config, weights, setup.megatron, DTYPES[setup.dtype], **kinds)
+        self.built = build(
+            model_config,
+            weights,
+            setup.megatron,
+            DTYPES[setup.dtype],
+            reference=setup.reference,
+            critic=setup.critic,
+            lora=setup.lora,
+            seed=setup.seed,
+        )
         gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         config = self.built.config
@@ -89,7 +97,8 @@ class TrainerRank:
 
     def log_probs(self, share: Share, reference: bool, trained_only: bool) -> list[Any] | None:
         """(log-probs of the chosen tokens, their places) of each micro-batch, see `MicroBatch`; None on ranks that do not report."""
-        model = self.built.reference if reference else self.built.wrapped
+        without_adapters = reference and self.built.lora is not None
+        model = self.built.reference if reference and not without_adapters else self.built.wrapped
         if model is None:
             raise RuntimeError("this trainer has no reference model: it was started with reference=False")
 
@@ -99,12 +108,13 @@ class TrainerRank:
 
         model.eval()
         options = {"forward_only": True, "collect_non_loss_data": True}
-        with torch.no_grad():
+        with torch.no_grad(), adapters.switched_off(model) if without_adapters else nullcontext():
             log_probs = self._run(model, share, after, trained_only=trained_only, **options)
         return log_probs if self.info.reports else None
 
     def step(self, share: Share, loss: LossConfig, lr: float, profile: Path | None = None) -> dict[str, Any]:
-        """One optimizer step: the totals (see `_forward_backward`), the gradient norm and the most GPU memory that was allocated, in MiB.
+        """One optimizer step: the totals (see `_forward_backward`), the gradient norm, the most GPU memory that was allocated, in MiB, and the
+        bytes of this rank's optimizer states.
 
         The norm is None if the loss or a gradient is not finite; then nothing is changed.
         `profile`: a folder for a trace of the step (see profile.py).
@@ -115,7 +125,8 @@ class TrainerRank:
             totals = self._forward_backward(share, loss)
             norm = self._update(lr) if self._is_finite(totals) else None
         peak = None if self._offloader is None else torch.cuda.max_memory_allocated() >> 20
-        return {"totals": totals, "grad_norm": norm, "peak_mib": peak}
+        states = checkpoint.optimizer_bytes(self.built.optimizer)
+        return {"totals": totals, "grad_norm": norm, "peak_mib": peak, "optimizer_bytes": states}
 
     def _is_finite(self, totals: dict[str, Any] | None) -> bool:
         """Whether the loss and the gradients of all ranks are finite; the same answer on all ranks."""
@@ -147,14 +158,20 @@ class TrainerRank:
         wrapped.force_all_reduce = True
         totals = self._forward_backward(share, loss, force_all_reduce=True)
         wrapped.force_all_reduce = False
-        self._write(path, lambda p: p.main_grad, buffers=False)
+        parameters: Iterable[tuple[str, Any]] = named_tensors(self.built.model, buffers=False)
+        self._write(path, ((name, p.main_grad) for name, p in parameters if p.requires_grad))
         wrapped.zero_grad_buffer()
         return totals
 
     def export(self, path: Path) -> list[WrittenFile] | None:
         """Write this stage's weights; the files on the rank that wrote."""
         self._sync_params()
-        return self._write(path, lambda p: p.data)
+        return self._write(path, adapters.weights(self.built.model))
+
+    def export_adapter(self, path: Path) -> list[WrittenFile] | None:
+        """Write this stage's adapters by the names of peft, in float32 as peft has them; the files on the rank that wrote."""
+        self._sync_params()
+        return self._write(path, ((name, p.float()) for name, p in adapters.adapter_tensors(self.built.model)))
 
     def deliver(self, action: str, arguments: dict[str, Any]) -> Any:
         """Send the weights to engines; `action` names a method of `Sender`."""
@@ -269,8 +286,9 @@ class TrainerRank:
         if self.built.wrapped.ddp_config.overlap_param_gather:
             self.built.wrapped.start_param_sync(force_sync=True)
 
-    def _write(self, path: Path, value: Callable[[Any], Tensor], *, buffers: bool = True) -> list[WrittenFile] | None:
-        """Write `value(parameter)` of this stage's parameters under Hugging Face names, in files of at most SHARD_BYTES."""
+    @torch.no_grad()
+    def _write(self, path: Path, parts: Iterable[tuple[str, Tensor]]) -> list[WrittenFile] | None:
+        """Write tensors of this stage, by megatron's names, under Hugging Face names in files of at most SHARD_BYTES."""
         groups = self.built.groups
         if not groups.any_copy:
             return None
@@ -285,7 +303,7 @@ class TrainerRank:
             files.append(WrittenFile(name, list(tensors), size))
             tensors.clear()
 
-        for name, tensor in gather(self.built.model, self.built.layout, groups, value, buffers=buffers):
+        for name, tensor in gather(parts, self.built.layout, groups):
             if writes:
                 if tensors and size + tensor.nbytes > SHARD_BYTES:
                     flush()

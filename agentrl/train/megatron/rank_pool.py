@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from agentrl.errors import WorkerError
+from agentrl.train.megatron.lora import Lora
 from agentrl.train.megatron.rank_place import RankPlace, RankProcess
 
 LOG_LINES = 30
@@ -37,6 +38,8 @@ class RankSetup:
     """compute a prefix that rows of a micro-batch share once"""
     critic: bool
     """a value model"""
+    lora: Lora | None
+    """train adapters only; None: all weights"""
     true_on_policy: bool
     """compute log-probs with the local engine's arithmetic"""
     seed: int

@@ -8,6 +8,8 @@ pass in total, as in Chowdhery et al. 2022 (PaLM, appendix B), without recomputa
                                     keys: the tokens that each token attends to, itself included, summed
     6 · V · h · predictions         V: vocabulary, h: hidden size; predictions: tokens whose log-prob is computed
 
+Where adapters alone are trained, no gradient of the other matrices is computed: 4 in place of 6, and 6 · (parameters of the adapters) · tokens.
+
 Only tokens that are computed count, once each: a prefix that rows of a micro-batch share counts once, padding never. Norms, softmax, rotary
 embeddings and the optimizer count nothing.
 
@@ -113,13 +115,15 @@ def _mlp_parameters(model: ModelConfig, layer: int) -> int:
     return hidden * (3 * int(width) + model.experts)
 
 
-def step_flops(model: ModelConfig, work: Work) -> float:
-    """FLOPs of forward and backward pass; the formula is at the top of this module."""
+def step_flops(model: ModelConfig, work: Work, adapters: int | None = None) -> float:
+    """FLOPs of forward and backward pass; the formula is at the top of this module. `adapters`: see `mfu`."""
     shape = model.transformer
     channels = model.head_dim if model.latent is None else (model.head_dim + model.latent.value_channels) / 2
     attention = 12 * shape["num_layers"] * shape["num_attention_heads"] * channels
-    head = 6 * model.vocab_size * shape["hidden_size"]
-    return float(6 * layer_parameters(model) * work.tokens + attention * work.keys + head * work.predictions)
+    trained, factor = (0, 6) if adapters is None else (adapters, 4)
+    matrices = factor * layer_parameters(model) + 6 * trained
+    head = factor * model.vocab_size * shape["hidden_size"]
+    return float(matrices * work.tokens + attention * work.keys + head * work.predictions)
 
 
 def peak_flops(device: str) -> float | None:
@@ -127,7 +131,9 @@ def peak_flops(device: str) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device), None)
 
 
-def mfu(model: ModelConfig, work: Work, seconds: float, device: str, gpus: int) -> float | None:
+def mfu(
+    model: ModelConfig, work: Work, seconds: float, device: str, gpus: int, adapters: int | None = None
+) -> float | None:
     """Model FLOPs utilisation of an optimizer step; None where the peak is not known.
 
     Args:
@@ -136,6 +142,7 @@ def mfu(model: ModelConfig, work: Work, seconds: float, device: str, gpus: int) 
         seconds: duration of the step: forward, backward, reductions and optimizer.
         device: name of the GPU; empty: a CPU.
         gpus: number of GPUs.
+        adapters: parameters of the adapters, if they alone are trained; None: all weights are.
     """
     peak = peak_flops(device)
-    return None if peak is None else step_flops(model, work) / (seconds * gpus * peak)
+    return None if peak is None else step_flops(model, work, adapters) / (seconds * gpus * peak)

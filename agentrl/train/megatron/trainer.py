@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.config import LoraSettings
 from agentrl.core.atomic_write import new_folder
 from agentrl.core.routed_experts import RouterShape
 from agentrl.core.weights_fingerprint import fingerprint
@@ -22,6 +23,7 @@ from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreErr
 from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.checkpoint_model import require_model, write_model
+from agentrl.train.megatron.lora import resolve, trained_parameters, write_adapter
 from agentrl.train.megatron.megatron_settings import can_have, check_tree, check_true_on_policy, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.nodes import Nodes
@@ -62,6 +64,7 @@ class MegatronTrainer:
         dtype: str = "float32",
         reference: bool = False,
         critic: bool = False,
+        lora: LoraSettings | None = None,
         tree_packing: bool = True,
         true_on_policy: bool = False,
         run_dir: Path,
@@ -80,7 +83,8 @@ class MegatronTrainer:
             micro_batch_tokens: maximum tokens of a micro-batch on a rank; a longer row is a micro-batch by itself. None: 4096.
             micro_batch_rows: maximum rows of a micro-batch; None: no such bound.
             dtype: float32, or bfloat16 (with fp32 master weights and gradients).
-            reference: keep a frozen copy of `model` for reference log-probs.
+            reference: keep a frozen copy of `model` for reference log-probs. With adapters there is no copy: they are switched off.
+            lora: train adapters in place of all weights, if its settings say so.
             tree_packing: compute a prefix that rows of a micro-batch share once.
             true_on_policy: compute log-probs with the local engine's arithmetic, on CPU ranks that each hold the whole model.
             critic: a value model: the transformer of `model` with a linear head of one output, `score.weight`, which is 0 if `model` has none.
@@ -103,6 +107,7 @@ class MegatronTrainer:
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
         self._shape = read_model_config(self.model)
+        self._lora = resolve(lora or LoraSettings(), self.model, self._shape, settings, tree_packing=tree_packing)
         context = settings.get("context_parallel_size", 1)
         self.micro_batch_tokens = (micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) * context
         self.tree_packing = tree_packing
@@ -121,6 +126,7 @@ class MegatronTrainer:
                 dtype=dtype,
                 reference=reference,
                 critic=critic,
+                lora=self._lora,
                 true_on_policy=true_on_policy,
                 tree_packing=tree_packing,
                 seed=seed,
@@ -174,11 +180,14 @@ class MegatronTrainer:
         return metrics if loss.kind == "value" else {**metrics, "log_probs": log_probs}
 
     def _rates(self, rows: Sequence[Row], plan: Plan, results: Sequence[Any], seconds: float) -> dict[str, float]:
-        """Tokens per second, MFU and the largest memory of a step that took `seconds`."""
+        """Tokens per second, MFU, the optimizer's states and the largest memory of a step that took `seconds`."""
         rates = {"tokens_per_s": row_work(rows).tokens / seconds}
         work = plan_work(rows, plan, tree=self.tree_packing)
-        if (utilisation := mfu(self._shape, work, seconds, self.ranks[0].device, len(self.ranks))) is not None:
+        adapters = trained_parameters(self._shape, self._lora) if self._lora else None
+        device = self.ranks[0].device
+        if (utilisation := mfu(self._shape, work, seconds, device, len(self.ranks), adapters)) is not None:
             rates["mfu"] = utilisation
+        rates["optimizer_mib"] = sum(r["optimizer_bytes"] for r in results) / 2**20
         peaks = [r["peak_mib"] for r in results if r["peak_mib"] is not None]
         return rates | ({"peak_memory_mib_max": max(peaks)} if peaks else {})
 
@@ -207,6 +216,13 @@ class MegatronTrainer:
             digest = fingerprint(folder)
         return WeightsManifest(path, digest)
 
+    def export_adapter(self, path: Path) -> None:
+        """See `Trainer.export_adapter`."""
+        assert self._lora is not None, "the trainer has no adapters"
+        with new_folder(path) as folder:
+            files = [folder / file.name for rank in self._request("export_adapter", path=folder) for file in rank or ()]
+            write_adapter(folder, files, self._lora, self.model)
+
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         with new_folder(path) as folder:
@@ -222,7 +238,7 @@ class MegatronTrainer:
 
         def finish() -> None:
             self._request("finish_save")
-            write_model(folder, self._shape)
+            write_model(folder, self._shape, self._lora)
 
         return finish
 
@@ -230,7 +246,7 @@ class MegatronTrainer:
         """See `Trainer.load`."""
         if not path.is_dir():
             raise StoreError(f"there is no checkpoint at {path}")
-        require_model(path, self._shape)
+        require_model(path, self._shape, self._lora)
         self._request("load", path=path)
 
     def offload(self) -> None:

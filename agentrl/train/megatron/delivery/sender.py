@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from agentrl.train.base import DeliveryReport, Receiver
+from agentrl.train.megatron.adapters import weights
 from agentrl.train.megatron.delivery.broadcast_group import BroadcastGroup
 from agentrl.train.megatron.delivery.buckets import buckets, serialise
 from agentrl.train.megatron.delivery.request_queue import RequestQueue
@@ -39,7 +40,7 @@ class Sender:
 
     def _weights(self) -> Iterator[tuple[str, Tensor, list[int]]]:
         """(name, tensor, shape) of every weight; all ranks of the first copy must consume it."""
-        return gather_views(self.built.model, self.built.layout, self.built.groups, lambda p: p.data)
+        return gather_views(weights(self.built.model), self.built.layout, self.built.groups)
 
     def checksums(self, kind: str) -> dict[str, str] | None:
         """A checksum (see server_checksums.py) of every parameter, under the server's names; none of a family that cannot be compared."""
