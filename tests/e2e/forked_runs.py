@@ -1,9 +1,9 @@
 """`agentrl` in forks of one process that has imported torch and megatron, each killed at a given moment: importing takes longest.
 
 It prints the id of the process whose forks are the ranks. Then it reads a line of JSON for each job, {"words": arguments, "ranks": N,
-"kill": moment or null, "record": [folder, file] or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds
-and the events. With "record", what happens to the folder is recorded (see power_loss.py) and pickled into the file. KILLS_MEMORY names the
-folder that the runs use as shared memory.
+"kill": moment or null, "record": [folder, file] or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds,
+the events and the calls. With "record", what happens to the folder is recorded (see power_loss.py) and pickled into the file. KILLS_MEMORY names
+the folder that the runs use as shared memory.
 
 A moment is {"after_s": S} after the start; {"event": N}, before the N-th time that a file, folder, process or socket is touched; or
 {"inside": METHOD, "call": N, "after_s": S}, after the N-th call of a method of the trainer or the weight sync. With "rank", a rank is killed.
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +30,7 @@ from power_loss import Recorder
 
 from agentrl.core.child_process import POLL_S, exit_now, process_exists
 
-LIMIT_S = 300.0
+LIMIT_S = 1200.0
 EVENTS = {
     "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.listdir", "os.scandir",
     "shutil.rmtree", "shutil.copyfile", "fcntl.flock", "socket.bind", "socket.connect", "subprocess.Popen", "mmap.__new__",
@@ -133,14 +134,13 @@ def use_ranks(ranks, connections):
 
 
 class Killer:
-    """Kills this process, or its first rank, at a moment."""
+    """Kills this process, or its first rank, at a moment; counts the events and the calls that moments name."""
 
     def __init__(self, moment, ranks):
-        self.moment, self.ranks, self.events = moment or {}, ranks, 0
+        self.moment, self.ranks, self.events, self.calls = moment or {}, ranks, 0, Counter()
         sys.addaudithook(self.count)
-        if "inside" in self.moment:
-            self.wrap(self.moment["inside"])
-        elif "after_s" in self.moment:
+        self.wrap_methods()
+        if "after_s" in self.moment and "inside" not in self.moment:
             self.kill_after(self.moment["after_s"])
 
     def kill(self):
@@ -158,22 +158,32 @@ class Killer:
             if self.events == self.moment.get("event"):
                 self.kill()
 
-    def wrap(self, name):
+    def wrap_methods(self):
         from agentrl.run.training import TrainingRun
         from agentrl.store.run_folder import RunFolder
         from agentrl.train.megatron.trainer import MegatronTrainer
-        from agentrl.weight_sync.disk import LocalDiskSync
+        from agentrl.weight_sync.colocated import ColocatedSync
+        from agentrl.weight_sync.disk import DiskSync, LocalDiskSync
 
-        owner = next(c for c in (MegatronTrainer, LocalDiskSync, RunFolder, TrainingRun) if hasattr(c, name))
-        method, calls = getattr(owner, name), [0]
+        for owner, names in (
+            (MegatronTrainer, ("step", "begin_save", "save", "export_weights", "load", "close")),
+            (LocalDiskSync, ("update",)),
+            (DiskSync, ("update",)),
+            (ColocatedSync, ("update",)),
+            (RunFolder, ("export",)),
+            (TrainingRun, ("complete_save",)),
+        ):
+            for name in names:
+                setattr(owner, name, self.wrapped(getattr(owner, name), name))
 
-        def wrapped(*args, **more):
-            calls[0] += 1
-            if calls[0] == self.moment["call"]:
+    def wrapped(self, method, name):
+        def call(*args, **more):
+            self.calls[name] += 1
+            if name == self.moment.get("inside") and self.calls[name] == self.moment["call"]:
                 self.kill_after(self.moment["after_s"])
             return method(*args, **more)
 
-        setattr(owner, name, wrapped)
+        return call
 
 
 @contextmanager
@@ -204,7 +214,7 @@ def run(job, template):
     except BaseException:
         traceback.print_exc()
     finally:
-        print(f"\nEVENTS {killer.events}", flush=True)
+        print(f"\nSEEN {json.dumps({'events': killer.events, 'calls': killer.calls})}", flush=True)
         os._exit(status)
 
 
@@ -255,8 +265,8 @@ def serve():
             run(job, template)
         status, seconds = wait_for(child), time.monotonic() - started
         with open(job["output"], errors="replace") as file:
-            events = [int(words[7:]) for words in file if words.startswith("EVENTS ")]
-        print(json.dumps({"status": status, "seconds": seconds, "events": sum(events)}), flush=True)
+            seen = [json.loads(line[5:]) for line in file if line.startswith("SEEN ")]
+        print(json.dumps({"status": status, "seconds": seconds} | (seen[-1] if seen else {})), flush=True)
 
 
 if __name__ == "__main__":

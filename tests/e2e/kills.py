@@ -30,19 +30,24 @@ from run_state import state  # noqa: E402
 
 from agentrl.core.child_process import process_exists  # noqa: E402
 
+ROLLOUTS, EPISODES = 3, 4
+"""of a run, and of each rollout"""
 WORDS = (
-    "train --env search_r1 --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --save-interval 1 --seed 5 --eval-interval 2 "
-    "--eval-limit 2 --lr 1e-4 --concurrency 4 --engine-max-running 4 --tensorboard false --max-turns 2 --rollout-max-response-len 300 "
-    "--entropy-coef 0.01 --threads 1"
+    f"train --env search_r1 --num-rollout {ROLLOUTS} --rollout-batch-size 2 --n-samples-per-prompt 2 --save-interval 1 --seed 5 --eval-interval 2 "
+    "--eval-limit 2 --lr 1e-4 --concurrency 4 --tensorboard false --max-turns 2 --rollout-max-response-len 300 --entropy-coef 0.01 --threads 1"
 ).split()
+LOCAL = ("--engine-max-running", "4")
 FLAVOURS = {
-    "one rank": (1, ["--actor-num-gpus-per-node", "1"]),
-    "one rank, --async-save": (1, ["--actor-num-gpus-per-node", "1", "--async-save", "true"]),
-    "two ranks": (2, ["--actor-num-gpus-per-node", "2"]),
+    "one rank": (1, [*LOCAL, "--actor-num-gpus-per-node", "1"]),
+    "one rank, --async-save": (1, [*LOCAL, "--actor-num-gpus-per-node", "1", "--async-save", "true"]),
+    "two ranks": (2, [*LOCAL, "--actor-num-gpus-per-node", "2"]),
 }
 """ranks, and flags"""
-INSIDE = ("step", "begin_save", "save", "export_weights", "update", "complete_save", "load", "export", "close")
-"""methods of the trainer, the weight sync, the run folder and the run, during which a kill may fall"""
+SGLANG = {
+    "sglang": (1, ["--actor-num-gpus-per-node", "1", "--engine", "sglang", "--weight-sync", "disk"]),
+    "sglang, colocated": (1, ["--actor-num-gpus-per-node", "1", "--engine", "sglang", "--weight-sync", "colocated"]),
+}
+"""runs with a genuine server on the CPU, where its samples do not follow from a seed: the runs must be complete, not equal"""
 GRACE_S = 10.0
 MEMORY = Path("/dev/shm")
 TORCH_FILE = re.compile(r"torch_(\d+)_")
@@ -118,7 +123,8 @@ def draw_moment(random, whole):
         return kind, {"after_s": random.random() * whole["seconds"]}
     if kind == "event":
         return kind, {"event": random.randint(1, whole["events"])}
-    moment = {"inside": random.choice(INSIDE), "call": random.randint(1, 3), "after_s": random.random() * 0.15}
+    name = random.choice(sorted(whole["calls"]))  # of the trainer, the weight sync, the run folder or the run
+    moment = {"inside": name, "call": random.randint(1, whole["calls"][name]), "after_s": random.random() * 0.15}
     return kind, moment | ({"rank": True} if kind == "rank" else {})
 
 
@@ -156,7 +162,7 @@ def play_case(forks, folder, seed, wholes, equals):
     """One case; returns its facts. AssertionError: what a user would lose."""
     random = Random(seed)
     flavour = random.choice([*wholes])
-    ranks, flags = FLAVOURS[flavour]
+    ranks, flags = (FLAVOURS | SGLANG)[flavour]
     run = folder / f"run{seed}"
     words = [*WORDS, *flags, "--run", run]
     kinds, stages, command = [], [], words
@@ -167,14 +173,28 @@ def play_case(forks, folder, seed, wholes, equals):
         command = again(words, run)
     resumed = forks.run(command, ranks)
     assert resumed["status"] == 0, f"{command[:3]}: {resumed['output'][-1500:]}"
-    for mine, theirs, what in zip(state(run), equals[flavour], ("metrics", "episodes", "weights"), strict=True):
-        assert mine == theirs, f"{flavour}, {kinds}, {stages}: the {what} differ: {first_difference(mine, theirs)}"
+    if flavour in SGLANG:
+        require_complete(run)
+    else:
+        for mine, theirs, what in zip(state(run), equals[flavour], ("metrics", "episodes", "weights"), strict=True):
+            assert mine == theirs, f"{flavour}, {kinds}, {stages}: the {what} differ: {first_difference(mine, theirs)}"
     temporary = [*run.glob(".*"), *(run / "checkpoints").glob(".*")]
     assert not temporary, f"temporary files are left: {temporary}"
     left = lasting(forks.left_in_memory)
     assert not left, f"left in shared memory: {left}"
     shutil.rmtree(run)
     return {"flavour": flavour, "moments": kinds, "stages": stages}
+
+
+def require_complete(run):
+    """Each rollout is there once, with all its episodes, on the weights of its version, and trained and synced."""
+    metrics, recorded, _ = state(run)
+    rows = [row for row in map(json.loads, metrics.splitlines()) if "policy_version" in row]
+    assert [(row["step"], row["policy_version"]) for row in rows] == [(n, n + 1) for n in range(ROLLOUTS)], rows
+    assert all(row["exactness_violations"] == 0 and row["episodes"] == EPISODES for row in rows)
+    assert all(row["sync/log_prob_diff_max"] < 1e-4 and row["train/rollout_log_prob_diff_max"] < 1e-4 for row in rows)
+    trained = Counter(record["step"] for record in map(json.loads, recorded) if record["split"] == "train")
+    assert trained == dict.fromkeys(range(ROLLOUTS), EPISODES), f"recorded episodes by rollout: {trained}"
 
 
 def first_difference(mine, theirs):
@@ -191,7 +211,7 @@ def whole_runs(forks, folder, flavours):
     """What each flavour takes, and what it leaves."""
     wholes, equals = {}, {}
     for number, flavour in enumerate(flavours):
-        ranks, flags = FLAVOURS[flavour]
+        ranks, flags = (FLAVOURS | SGLANG)[flavour]
         run = folder / f"whole{number}"
         wholes[flavour] = forks.run([*WORDS, *flags, "--run", run], ranks)
         assert wholes[flavour]["status"] == 0, wholes[flavour]["output"][-2000:]
@@ -202,42 +222,41 @@ def whole_runs(forks, folder, flavours):
     return wholes, equals
 
 
-def play_cases(seeds, folder, *, flavours=FLAVOURS, until=None, tell=print):
-    """Play cases, none after the time `until`; returns the facts of each by its seed, or its fault."""
+def play_cases(seeds, folder, *, flavours=FLAVOURS, until=None):
+    """Play cases, none after the time `until`; yields each seed with the facts of its case, or its fault."""
     forks = Forks(folder)
-    cases = {}
     try:
         wholes, equals = whole_runs(forks, folder, flavours)
         for seed in seeds:
             if until is not None and time.monotonic() > until:
                 break
             try:
-                cases[seed] = play_case(forks, folder, seed, wholes, equals)
+                case = play_case(forks, folder, seed, wholes, equals)
             except AssertionError as e:
-                cases[seed] = {"fault": str(e)}
-            tell(f"{seed}: {cases[seed]}")
+                case = {"fault": str(e)}
+            yield seed, case
     finally:
         forks.close()
-    return cases
 
 
 def recorded_cases(out):
-    """The cases that a record holds, by seed."""
+    """The cases without a fault that a record holds, by seed."""
     cases = json.loads(out.read_text())["cases"] if out and out.exists() else {}
-    return {int(seed): case for seed, case in cases.items()}
+    return {int(seed): case for seed, case in cases.items() if "fault" not in case}
 
 
-def record_of(cases, count, minutes):
-    """The record of all cases; `minutes`: that this call took."""
+def record_of(cases, count):
+    """The record of all cases."""
     from benchmarks.result_record import result_record
 
     good = [case for case in cases.values() if "fault" not in case]
+    stages = Counter(s for c in good for s in c["stages"])
     return result_record(
-        "killed runs that continued bit-equal", len(good), len(cases), f"python tests/e2e/kills.py --count {count}",
-        kills=sum(len(c["moments"]) for c in good), minutes_of_last_call=minutes, cores=os.cpu_count(),
+        "killed runs that continued bit-equal (with SGLang: complete)", len(good), len(cases), f"python tests/e2e/kills.py --count {count}",
+        kills=stages.total() - stages["ended before the kill"], cores=os.cpu_count(),
         load_average=round(os.getloadavg()[0], 1),
         flavours=Counter(c["flavour"] for c in good), moments=Counter(m for c in good for m in c["moments"]),
-        stages=dict(sorted(Counter(s for c in good for s in c["stages"]).items())),
+        stages=dict(sorted(stages.items())),
         cases={str(seed): cases[seed] for seed in sorted(cases)},
     )  # fmt: skip
 
@@ -248,21 +267,21 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case after this time")
     parser.add_argument("--out", type=Path, help="file of the record, which keeps the cases that it has")
+    parser.add_argument(
+        "--flavours", nargs="+", choices=[*FLAVOURS, *SGLANG], default=[*FLAVOURS], help="what the seeds choose from"
+    )
     args = parser.parse_args()
     started = time.monotonic()
     cases = recorded_cases(args.out)
     seeds = [seed for seed in range(args.seed, args.seed + args.count) if seed not in cases]
+    until = started + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
-        cases |= play_cases(
-            seeds,
-            Path(folder),
-            until=started + 60 * args.minutes,
-            tell=lambda text: print(text, flush=True),
-        )
-    record = record_of(cases, args.count, round((time.monotonic() - started) / 60, 1))
-    print(json.dumps(record | {"cases": len(cases)}, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        for seed, case in play_cases(seeds, Path(folder), flavours=args.flavours, until=until):
+            print(f"{seed}: {case}", flush=True)
+            cases[seed] = case
+            if args.out:
+                args.out.write_text(json.dumps(record_of(cases, args.count), indent=2) + "\n")
+    print(json.dumps(record_of(cases, args.count) | {"cases": len(cases)}, indent=2))
     sys.exit(any("fault" in case for case in cases.values()))
 
 
