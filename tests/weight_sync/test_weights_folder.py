@@ -1,8 +1,11 @@
 """Weights of a killed process do not stay in shared memory: the next start removes them."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from processes import read_line
@@ -52,3 +55,36 @@ def test_folders_without_a_lock_are_removed_when_they_are_old(tmp_path):
     assert not old.exists()
     assert new.exists()
     assert (others / "model.safetensors").exists()
+
+
+SHARE = """
+import sys, torch
+from agentrl.train.megatron.delivery.buckets import buckets, serialise
+torch.multiprocessing.set_sharing_strategy("file_system")
+(bucket,) = buckets([("a", torch.ones(1000), [1000])], 1 << 20, shared=True)
+serialise(bucket)
+print("shared", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.full
+def test_torch_removes_the_tensors_that_a_killed_rank_shared():
+    """By its torch_shm_manager, which is in a session of its own and outlives the rank and its process group."""
+    pytest.importorskip("torch")
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as rank:
+        assert read_line(rank) == "shared\n"
+        assert files_of(rank.pid)
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+        deadline = time.monotonic() + 10
+        while files_of(rank.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not files_of(rank.pid)
+
+
+def files_of(pid):
+    """The files of torch in shared memory that a process made."""
+    return list(Path("/dev/shm").glob(f"torch_{pid}_*"))
