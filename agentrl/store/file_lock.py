@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import BinaryIO
 
+LOOK_S, POLL_S = 0.5, 0.005
+"""How long `try_lock` tries: `is_locked` itself holds a lock for a moment while it looks."""
 _locked: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 """open files whose lock this process holds"""
 
 
 def try_lock(file: BinaryIO) -> bool:
     """Lock a file until it is closed. False if another writer holds the lock; True on a file system without locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        return not isinstance(e, BlockingIOError)
-    _locked.add(file)
-    return True
+    deadline = time.monotonic() + LOOK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        except OSError:
+            return True
+        else:
+            _locked.add(file)
+            return True
 
 
 def is_locked(path: Path) -> bool:

@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from processes import read_line
 
+from agentrl.store.file_lock import is_locked, try_lock
+from agentrl.weight_sync import base
 from agentrl.weight_sync.base import UNLOCKED_S, WeightSync, new_weights_folder
 
 HOLD = """
@@ -43,18 +46,64 @@ def test_weights_of_a_killed_process_are_removed_by_the_next_start(tmp_path):
 
 
 def test_folders_without_a_lock_are_removed_when_they_are_old(tmp_path):
-    old, new, others = (tmp_path / name for name in ("agentrl-weights-old", "agentrl-weights-new", "something-else"))
-    for folder in (old, new, others):
+    names = ("agentrl-weights-old", "agentrl-new-weights-old", "agentrl-weights-new", "something-else")
+    old, unfinished, new, others = (tmp_path / name for name in names)
+    for folder in (old, unfinished, new, others):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x")
-    os.utime(old, (0, os.stat(new).st_mtime - UNLOCKED_S - 1))
+    (unfinished / "lock").touch()
+    for folder in (old, unfinished):
+        os.utime(folder, (0, os.stat(new).st_mtime - UNLOCKED_S - 1))
     os.utime(others, (0, 0))
     (tmp_path / "agentrl-weights-link").symlink_to(others)
     _, lock = new_weights_folder(tmp_path)
     lock.close()
     assert not old.exists()
+    assert not unfinished.exists()
     assert new.exists()
     assert (others / "model.safetensors").exists()
+
+
+def test_a_start_removes_no_folder_that_another_start_is_making(tmp_path, monkeypatch):
+    def lock_after_another_start(file):
+        monkeypatch.setattr(base, "try_lock", try_lock)
+        others.append(WeightSync(None, tmp_path))
+        return try_lock(file)
+
+    others = []
+    monkeypatch.setattr(base, "try_lock", lock_after_another_start)
+    mine = WeightSync(None, tmp_path)
+    third = WeightSync(None, tmp_path)
+    folders = {sync.folder for sync in (mine, third, *others)}
+    assert set(tmp_path.iterdir()) == folders
+    assert len(folders) == 3
+    for sync in (mine, third, *others):
+        sync.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_taken_although_others_look_whether_it_is(tmp_path):
+    paths = [tmp_path / str(n) for n in range(3)]
+    for path in paths:
+        path.touch()
+    looking = threading.Event()
+
+    def look():
+        while not looking.is_set():
+            for path in paths:
+                is_locked(path)
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for path in paths * 100:
+            with path.open("rb") as file:
+                assert try_lock(file)
+    finally:
+        looking.set()
+        for looker in lookers:
+            looker.join()
 
 
 SHARE = """
