@@ -67,7 +67,7 @@ class PlaybackGenerator:
         turn = turns[index]
         if turn.segment < 0 or list(ids) != self.recorded.segments[turn.segment].ids[: turn.context_length]:
             raise self.leave("context", index, ids)
-        generation = recorded_generation(self.recorded, turn, sampling.routed_experts_from or 0)
+        generation = recorded_generation(self.recorded, turn, sampling.routed_experts_from)
         cut = len(generation.ids) > sampling.max_new_tokens
         longer = generation.finish_reason is FinishReason.LENGTH and len(generation.ids) < sampling.max_new_tokens
         if cut or longer:
@@ -112,14 +112,14 @@ class PlaybackGenerator:
             raise EngineFailure(cause, cause) if reason is StopReason.ENGINE_FAILURE else EngineAbort(cause, cause)
 
 
-def recorded_generation(trajectory: Trajectory, turn: Turn, experts_from: int = 0) -> Generation:
-    """What the engine returned in a turn. `experts_from`: position of the first token whose routed experts are wanted."""
+def recorded_generation(trajectory: Trajectory, turn: Turn, experts_from: int | None = None) -> Generation:
+    """What the engine returned in a turn. `experts_from`: the first token whose routed experts are wanted; None: they stay in their file."""
     spans = sampled_spans(trajectory, turn)
     reason, matched = turn.action.finish_reason, turn.matched_stop
     if not spans:
         return Generation((), (), reason, matched)
     ids = tuple(chain.from_iterable(s.ids for s in spans))
-    experts = trajectory.segments[turn.segment].routed_experts
+    experts = None if experts_from is None else trajectory.segments[turn.segment].routed_experts
     return Generation(
         ids,
         tuple(chain.from_iterable(s.log_probs or (0.0,) * len(s.ids) for s in spans)),

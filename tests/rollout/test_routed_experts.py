@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import zstandard
 from doubles import PROMPT, SAMPLED, groups_of, make_runner, span, trajectory
+from gateway_agents import agent_class, message_of, user
 from lookup import Search
 
 from agentrl.core.routed_experts import RoutedExperts, RouterShape
 from agentrl.engine.base import Generation, SamplingParams, check_routed_experts
 from agentrl.engine.scripted import ScriptedEngine
 from agentrl.errors import DataError, EngineFailure, InvariantError, StoreError
+from agentrl.gateway.driver import GatewayDriver
 from agentrl.replay.fork import fork
 from agentrl.rollout.failures import CauseTable
 from agentrl.rollout.recorder import Recorder
@@ -23,7 +25,7 @@ from agentrl.store import EpisodeWriter, Recording, encode, from_record, read_ep
 from agentrl.train.rows import make_row, make_rows
 from agentrl.train.sample import segment_sample, to_samples
 from agentrl.train.step_record import rebuild_rows, step_record
-from agentrl.types import FinishReason, Group
+from agentrl.types import EpisodeSpec, FinishReason, Group, Task
 
 ROUTER = RouterShape(layers=3, experts=8, topk=2, mixtures=(0, 2))
 TURNS = ["<search>capital</search>", "<search>France</search>", "<answer> Paris </answer>"]
@@ -34,8 +36,8 @@ def engine_of(renderer, **options):
     return ScriptedEngine(TURNS, encode=tokenizer.encode, decode=tokenizer.decode, **{"router": ROUTER, **options})
 
 
-def runner_of(engine, renderer, **more):
-    runner = make_runner(Search, engine, renderer, rewards=Search.rewards, **more)
+def runner_of(engine, renderer, env=Search, **more):
+    runner = make_runner(env, engine, renderer, rewards=env.rewards, **more)
     return dataclasses.replace(runner, sampling=dataclasses.replace(runner.sampling, routed_experts_from=0))
 
 
@@ -189,6 +191,30 @@ async def test_forks_keep_those_of_the_recorded_turns_and_record_the_new_ones(ta
     assert experts_of(t) == of_ids(t.segments[0].ids[: end - 1])
     known = original.turns[0].context_length + len(sampled(original)[0]) - 1
     assert engine.requests[0].sampling.routed_experts_from == known
+
+
+async def test_requests_at_the_gateway_ask_for_the_whole_context(tags):
+    """Which segment a request continues is known when its answer is recorded."""
+
+    async def agent(client):
+        messages = [user("one?")]
+        for number in range(3):
+            messages += [message_of(await client.chat(messages)), user(f"more {number}")]
+
+    engine = engine_of(tags)
+    env = agent_class(agent)
+    driver = GatewayDriver(env)
+    runner = runner_of(engine, tags, env, driver=driver)
+    try:
+        t = await runner.run(EpisodeSpec(Task("t", "x"), 0, 0))
+    finally:
+        await driver.close()
+        runner.close()
+    assert len(t.turns) == 3
+    assert {r.sampling.routed_experts_from for r in engine.requests} == {0}
+    for segment in t.segments:
+        assert segment.routed_experts == of_ids(segment.ids[: segment.routed_experts.tokens])
+        assert segment.routed_experts.tokens == len(segment.ids) - 1
 
 
 async def test_groups_that_wait_in_a_checkpoint_hold_them(tags):
