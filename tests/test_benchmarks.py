@@ -119,6 +119,6 @@ def test_the_comparison_of_a_black_box_with_its_native_environment_writes_its_re
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "black_box_learning.json").read_text())
-    assert (record["value"], record["bit_equal_seeds"]) == (0.0, [0])
+    assert (record["value"], record["seeds_with_equal_weights"]) == (0.0, [0])
     assert [[step for step, _ in run["evaluations"]] for run in record["runs"]] == [[0, 1]] * 2
     assert (tmp_path / "black_box_learning.png").read_bytes().startswith(b"\x89PNG")
