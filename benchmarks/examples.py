@@ -2,8 +2,9 @@
 
     python benchmarks/examples.py NAME OUT [--note TEXT] [--FLAG VALUE ...]
 
-NAME is a folder of examples/ with a demonstrator. OUT keeps the runs: `warm`, `learn`, `control-1`, `control-2`; those that are there already are not
-repeated. The control is what a learning rate of 0 leaves: the weights of the start, evaluated with other seeds.
+NAME is a folder of examples/. One with a demonstrator begins with a warm-up, and a `server.py` in it runs meanwhile. OUT keeps the runs: `warm`,
+`learn`, `control-1`, `control-2`; those that are there already are not repeated. The control is what a learning rate of 0 leaves: the weights of
+the start, evaluated with other seeds.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from result_record import commit
 
 HERE = Path(__file__).parent
-SCORES = {"calculator": "correct", "self_play": "won.X", "frozen_lake": "reward"}
+SCORES = {
+    "calculator": "correct",
+    "self_play": "won.X",
+    "frozen_lake": "reward",
+    "reasoning_gym": "reward",
+    "retool": "correct",
+    "search_r1_http": "em",
+}
 """the evaluation score of each example, as in its metrics"""
-EPISODES = {"calculator": 1500, "self_play": 600, "frozen_lake": 300}
+EPISODES = {"calculator": 1500, "self_play": 600, "frozen_lake": 300, "reasoning_gym": 1500, "retool": 1200}
 """scripted episodes of the warm-up"""
 
 
@@ -38,6 +48,24 @@ def curve(run: Path, score: str) -> dict[str, Any]:
     evals = {row["step"]: row[f"eval/test/{score}"] for row in rows if f"eval/test/{score}" in row}
     rewards = {row["step"]: row["reward"] for row in rows if "reward" in row}
     return {"eval": sorted(evals.items()), "train_reward": sorted(rewards.items())}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[None]:
+    """Run the example's server, if it has one, until the block ends."""
+    if not (script := folder / "server.py").exists():
+        yield
+        return
+    process = subprocess.Popen([sys.executable, str(script)], cwd=HERE.parent, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            raise SystemExit(f"{script} ended with status {process.wait()}")
+        print(f"serving {line.strip()}", flush=True)
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def draw(path: Path, name: str, score: str, learn: dict[str, Any], control: list[float]) -> None:
@@ -65,15 +93,17 @@ def main() -> None:
     parser.add_argument("--note", default="", help="for the record, such as the load of the machine")
     args, flags = parser.parse_known_args()
     folder, out, score = HERE.parent / "examples" / args.name, args.out.absolute(), SCORES[args.name]
-    if not (out / "warm").exists():
+    warm = (folder / "demonstrator.py").exists()
+    if warm and not (out / "warm").exists():
         warm_up = [HERE.parent / "examples/warm_up.py", folder, out / "warm", "--episodes", EPISODES[args.name]]
         subprocess.run([sys.executable, *map(str, warm_up)], check=True)
-    words = ["--config", str(folder / "config.toml"), "--model", str(out / "warm/hf"), *flags]
-    if not (out / "learn").exists():
-        agentrl(["train", *words, "--run", str(out / "learn")])
-    for seed in (1, 2):
-        if not (run := out / f"control-{seed}").exists():
-            agentrl(["eval", *words, "--seed", str(seed), "--run", str(run)])
+    words = ["--config", str(folder / "config.toml"), *(["--model", str(out / "warm/hf")] if warm else []), *flags]
+    with serving(folder):
+        if not (out / "learn").exists():
+            agentrl(["train", *words, "--run", str(out / "learn")])
+        for seed in (1, 2):
+            if not (run := out / f"control-{seed}").exists():
+                agentrl(["eval", *words, "--seed", str(seed), "--run", str(run)])
     learn = curve(out / "learn", score)
     control = [value for seed in (1, 2) for _, value in curve(out / f"control-{seed}", score)["eval"]]
     result = {

@@ -166,8 +166,8 @@ ERRORS = {
     ),
     "train --config misspelled.toml": (
         "train: misspelled.toml: unknown key 'learning_rat' in [train]; known: actor_num_gpus_per_node, "
-        "advantage_estimator, calculate_per_token_loss, critic_load, critic_lr, entropy_coef, eps_clip, eps_clip_c, eps_clip_high, gamma, "
-        "gigpo_step_weight, kl_coef, …"
+        "actor_num_nodes, advantage_estimator, calculate_per_token_loss, critic_load, critic_lr, entropy_coef, eps_clip, eps_clip_c, "
+        "eps_clip_high, gamma, gigpo_step_weight, …"
     ),
     "train --config section.toml": "train: section.toml: unknown section [trian]; did you mean 'train'?",
     "train --env search_r1 --model model --config megatron.toml": (

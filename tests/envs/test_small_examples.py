@@ -85,3 +85,11 @@ def test_the_demonstrator_of_the_calculator_uses_it_and_copies_its_result():
 def test_the_demonstrator_of_frozen_lake_writes_moves():
     lake = {demonstrator("frozen_lake")("… Action: …\n\n14<|im_end|>", Random(i)) for i in range(50)}
     assert lake == {f"Action: {d}" for d in ("left", "down", "right", "up")}
+
+
+def test_the_demonstrator_of_reasoning_gym_names_the_three_people():
+    prompt = (
+        "<|im_start|>user\nAnn-Mai is fond of red. Bo can’t bear kites. Cy hikes. \nWho hikes? Reply only with a name."
+    )
+    names = {demonstrator("reasoning_gym")(prompt, Random(i)) for i in range(99)}
+    assert {"Ann-Mai", "Bo", "Cy"} <= names
