@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentrl.cli.common import Commands, print_note, print_now, require_no_more
 from agentrl.cli.view_command import TOKENIZER_HELP, decoder
+from agentrl.core.atomic_write import new_file
 from agentrl.errors import ConfigError
 from agentrl.store import Recording
 from agentrl.store.parquet import write_hf_dataset, write_parquet
@@ -53,7 +54,8 @@ def _export_page(args: argparse.Namespace, recording: Recording) -> int:
         recording.images,
         recording.outputs,
     )
-    args.html.write_text(html_of(detail | {"note": note}), encoding="utf-8")
+    with new_file(args.html) as file:
+        file.write_text(html_of(detail | {"note": note}), encoding="utf-8")
     print_note(recording)
     print_now(f"{args.html}: {args.html.stat().st_size:,} bytes")
     return 0

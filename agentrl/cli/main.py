@@ -16,24 +16,13 @@ from agentrl.cli.common import Commands, HelpFormatter, print_now
 from agentrl.cli.flags import BASIC, complete_switches
 from agentrl.cli.foreign_flags import own_names, split_unknown
 from agentrl.config import FIELDS
+from agentrl.core.machine_errors import ADVICE, machine_error
 from agentrl.core.redaction import remember_environment
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.run.run_log import warnings_on_stderr
 
 _COMMANDS = "train rollout eval sft gateway check replay rescore fork view export tokens convert help".split()
 """Command NAME is the module NAME_command, which adds it to the parser."""
-
-
-_RESOURCES = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "close other programs",
-    errno.EROFS: "choose a folder that can be written",
-    errno.ENOENT: "it is needed until the command ends; was it deleted meanwhile?",
-}
-"""Errors of the machine, and what the user can do about them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,22 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as e:
-        if e.errno == errno.ENAMETOOLONG:
+    except KeyboardInterrupt:
+        print_now(f"{name}: interrupted", sys.stderr)
+        return 130
+    except Exception as e:
+        if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
             print_now(
                 f"{name}: {e.strerror}: {e.filename!a:.60}; give a path that the file system can hold", sys.stderr
             )
             return 2
-        if e.errno not in _RESOURCES:
+        if (error := machine_error(e)) is None or error.errno is None:
             raise
-        place = f" ({e.filename})" if e.filename else ""
+        place = f" ({error.filename})" if error.filename else ""
         print_now(
-            f"{name}: {e.strerror}{place}; {_RESOURCES[e.errno]}; what was written before is complete", sys.stderr
+            f"{name}: {error.strerror}{place}; {ADVICE[error.errno]}; what was written before is complete", sys.stderr
         )
         return 1
-    except KeyboardInterrupt:
-        print_now(f"{name}: interrupted", sys.stderr)
-        return 130
     return status
 
 

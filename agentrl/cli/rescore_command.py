@@ -11,6 +11,7 @@ import orjson
 
 from agentrl.cli.common import Commands, print_note, print_now
 from agentrl.cli.flags import read_given
+from agentrl.core.atomic_write import new_file
 from agentrl.core.name_syntax import split_envs
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
@@ -69,7 +70,8 @@ def run_rescore(args: argparse.Namespace, rest: list[str]) -> int:
     print_now(change)
     is_run = (args.recorded / "config.toml").exists()
     if not print_note(recording, RESULT if is_run else "") and is_run:
-        (args.recorded / RESULT).write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))
+        with new_file(args.recorded / RESULT) as file:
+            file.write_bytes(orjson.dumps({"rewards": [r.name for r in rewards], **change.to_json()}))
     return 0
 
 

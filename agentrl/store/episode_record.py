@@ -50,6 +50,7 @@ def _field_reader(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 
 _turn_fields, _action_fields, _task_fields = map(_field_reader, (Turn, Action, Task))
+_call_fields, _result_fields = map(_field_reader, (ToolCall, ToolResult))
 _TRAJECTORY_FIELDS = tuple(f.name for f in fields(Trajectory))
 _OPTIONAL = ("detail", "parent", "branch_turn", "roles", "role", "judgements")
 """Fields of a trajectory that its record lacks where they hold the default."""
@@ -160,7 +161,9 @@ def to_record(t: Trajectory, *, whole: bool = False, **extra: Any) -> dict[str, 
 
 def _turn(t: Turn) -> dict[str, Any]:
     record = _turn_fields(t)
-    record["action"] = _action_fields(t.action)  # orjson serializes its calls, errors and results
+    record["action"] = action = _action_fields(t.action)  # orjson serializes its errors
+    action["calls"] = [*map(_call_fields, t.action.calls)]  # orjson too could, in five times the time
+    action["results"] = [*map(_result_fields, t.action.results)]
     record["observation"] = {"messages": t.observation.messages}
     if t.observation.to:
         record["observation"]["to"] = t.observation.to

@@ -128,7 +128,9 @@ async def run(
     if windowed:
         groups, table = await play_in_window(rollout, limits, specs(episodes), writer)
     else:
-        groups, table = await rollout.run(specs(episodes), progress=writer.write if record else None)
+        groups, table = await rollout.run(specs(episodes))
+        if record:
+            await asyncio.to_thread(write_all, writer, groups)
     writer.close()
     found = METER.stop(turns)
     await fleet.close()
@@ -149,6 +151,13 @@ class Source:
     def get_samples(self, number: int) -> list[list[EpisodeSpec]]:
         """The next groups."""
         return [next(self._groups) for _ in range(number)]
+
+
+def write_all(writer: EpisodeWriter, groups: list[Group]) -> None:
+    """Record the episodes of a rollout when it has ended, in a thread, as a run does (`Collector.collect`)."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            writer.write(trajectory, step=0, split="train", config="0" * 16)
 
 
 async def play_in_window(

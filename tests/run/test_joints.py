@@ -618,6 +618,10 @@ CASES = [
     Case("distributed_timeout_minutes", 0.5, trainer("collective_timeout_s"), 30.0),
     Case("profile", 2, lambda s: s.trainer.profiled, [None, "profile"]),
     Case("megatron", {"weight_decay": 0.5}, trainer("megatron"), {"weight_decay": 0.5}),
+    *[
+        Case("megatron", {name: value}, trainer("megatron"), {name: value})
+        for name, value in {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "moe_aux_loss_coeff": 0.25}.items()
+    ],
     # adapters
     Case("lora_rank", 4, lora("lora_rank"), 4),
     Case("lora_rank", 4, lora("lora_rank"), 4, job="sft"),

@@ -1,14 +1,20 @@
 """A rank whose controller was killed leaves nothing behind; its collective operations have a time limit."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from processes import read_line
+
+from agentrl.train.megatron import rank_process
+from agentrl.train.megatron.rank_pool import RankPool
 
 RANK = """
 import os, subprocess, sys
@@ -52,6 +58,25 @@ def test_a_killed_controller_takes_ranks_and_their_helpers_along():
         for pid in pids:
             if not gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_an_error_of_the_machine_in_a_rank_is_raised_as_it_is(monkeypatch):
+    def fail(setup):
+        raise RuntimeError("[enforce fail at device.cc:186] rv != -1. -1 vs -1. Too many open files")
+
+    monkeypatch.setattr(rank_process, "join_process_group", fail)
+    ours, theirs = Pipe()
+    rank = Thread(target=rank_process.serve, args=(theirs,))
+    rank.start()
+    ours.send(("start", {"setup": None}))
+    pool = object.__new__(RankPool)
+    pool.connections = [ours]
+    with pytest.raises(OSError, match="in rank 0 of the trainer") as e:
+        pool._receive("start", 0)
+    assert e.value.errno == errno.EMFILE
+    ours.close()
+    rank.join(10)
+    assert not rank.is_alive()
 
 
 GROUPS = """

@@ -105,6 +105,7 @@ class RankPool:
         Raises:
             WorkerError: a rank died, raised, or did not answer in time. All ranks are stopped.
             UsageError, StoreError: a rank refused what a user wrote, or a checkpoint. All ranks are stopped.
+            OSError: the machine lacks what a rank needs, as space on its disk. All ranks are stopped.
         """
         with self._lock:
             if not self.connections:
@@ -146,6 +147,8 @@ class RankPool:
             self._raise_died(command, rank)
         if kind == "usage":
             raise value
+        if kind == "machine":
+            raise OSError(value.errno, value.strerror, value.filename or f"in rank {rank} of the trainer")
         if kind == "error":
             self._raise_error(command, rank, value)
         return value

@@ -1,7 +1,8 @@
 """One trainer rank as a process: `python -m agentrl.train.megatron.rank_process FD PARENT`, started by rank_pool.py.
 
 It receives (command, keyword arguments) over the inherited socket FD, "start" with a `RankSetup` first, and answers each with ("ok", result),
-("usage", UsageError or StoreError) or ("error", traceback). It ends when the socket closes, and whenever its parent is gone.
+("usage", UsageError or StoreError), ("machine", OSError) or ("error", traceback). It ends when the socket
+closes, and whenever its parent is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agentrl.core.child_process import exit_now, exit_with_parent
+from agentrl.core.machine_errors import machine_error
 from agentrl.errors import StoreError, UsageError
 from agentrl.train.megatron.rank_pool import RankSetup
 
@@ -78,8 +80,9 @@ def serve(connection: Connection) -> None:
                 reply = ("ok", getattr(rank, command)(**arguments))
         except (UsageError, StoreError) as e:
             reply = ("usage", e)
-        except BaseException:  # noqa: BLE001, the controller raises it; torch's CheckpointException is not an Exception
-            reply = ("error", traceback.format_exc())
+        except BaseException as e:  # noqa: BLE001, the controller raises it; torch's CheckpointException is not an Exception
+            error = machine_error(e)
+            reply = ("error", traceback.format_exc()) if error is None else ("machine", error)
             traceback.print_exc()
         try:
             connection.send(reply)
