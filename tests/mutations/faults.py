@@ -328,8 +328,8 @@ FAULTS = (
     Fault(
         "text under a key named role is structure at any depth",
         "render/message_shape.py",
-        "tuple((k, walk(v, k, structure if isinstance(v, str) else ())) for k, v in value.items())",
-        'tuple((k, walk(v, k, ("role", "type"))) for k, v in value.items())',
+        "_walk(v, k, structure if isinstance(v, str) else (), texts, contents)",
+        '_walk(v, k, ("role", "type"), texts, contents)',
         "render/test_assistant_turn.py::test_text_under_keys_like_those_of_messages_is_no_part_of_the_shape",
     ),
     # store
@@ -507,8 +507,8 @@ FAULTS = (
     Fault(
         "true_on_policy_mode does not reach the trainer",
         "run/components.py",
-        "exact = self.config.train.true_on_policy_mode",
-        "exact = False",
+        'options = {"true_on_policy": self.config.train.true_on_policy_mode,',
+        'options = {"true_on_policy": False,',
         f"{JOINTS}[true_on_policy_mode-True1]",
     ),
     Fault(
@@ -641,7 +641,7 @@ FAULTS = (
     Fault(
         "servers' settings on the local engine are accepted",
         "config/rules.py",
-        "given = [_flag(name) for name in _SGLANG_ONLY if _changed(engine, name)]",
+        "given = [_flag(name) for name in _SGLANG_ONLY if name not in read and _changed(engine, name)]",
         "given = []",
         "config/test_config.py::test_a_setting_without_effect_is_refused_where_it_was_given",
     ),
