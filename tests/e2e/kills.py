@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 from processes import MARK  # noqa: E402
 from run_state import state  # noqa: E402
 
-from agentrl.core.child_process import process_exists  # noqa: E402
+from agentrl.engine.sglang.shared_memory import mapped_files  # noqa: E402
 
 ROLLOUTS, EPISODES = 3, 4
 """of a run, and of each rollout"""
@@ -48,10 +48,8 @@ SGLANG = {
     "sglang, colocated": (1, ["--actor-num-gpus-per-node", "1", "--engine", "sglang", "--weight-sync", "colocated"]),
 }
 """runs with a genuine server on the CPU, where its samples do not follow from a seed: the runs must be complete, not equal"""
-GRACE_S = 10.0
+GRACE_S, WATCH_S = 10.0, 1.0
 MEMORY = Path("/dev/shm")
-TORCH_FILE = re.compile(r"torch_(\d+)_")
-"""a file of torch's in shared memory, by the process that made it"""
 
 
 class Forks:
@@ -61,6 +59,8 @@ class Forks:
         self.mark = f"kills-{os.getpid()}-{time.time_ns()}"
         self.memory = Path(tempfile.mkdtemp(prefix="agentrl-kills-", dir=MEMORY))
         """what the runs use as shared memory: other programs on the machine have folders of weights there too"""
+        self.mapped = set()
+        """files in shared memory that processes of runs mapped"""
         env = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark, "KILLS_MEMORY": str(self.memory)}
         words = [sys.executable, str(Path(__file__).with_name("forked_runs.py"))]
         self.process = subprocess.Popen(
@@ -75,7 +75,12 @@ class Forks:
         output = self.folder / "output.txt"
         job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "record": record, "output": str(output)}
         print(json.dumps(job), file=self.process.stdin, flush=True)
+        done = threading.Event()
+        watch = threading.Thread(target=self.watch, args=[done])
+        watch.start()
         answer = json.loads(self.process.stdout.readline())
+        done.set()
+        watch.join()
         return answer | {"output": output.read_text(errors="replace")}
 
     def running(self):
@@ -93,14 +98,18 @@ class Forks:
                 found.append(int(entry.name))
         return found
 
+    def watch(self, done):
+        """Note what processes of a run map in shared memory."""
+        while not done.wait(WATCH_S):
+            self.mapped |= mapped_files(self.running())
+
     def orphans(self):
         """Those that are there after the grace."""
         return lasting(self.running)
 
     def left_in_memory(self):
-        """What the runs, which have ended, left in shared memory: weights, and files of torch whose process is gone."""
-        files = (f for f in MEMORY.glob("torch_*") if (m := TORCH_FILE.match(f.name)) and not process_exists(int(m[1])))
-        return [*self.memory.iterdir(), *files]
+        """What the runs, which have ended, left in shared memory: weights, and what a process of theirs mapped (torch's and SGLang's files)."""
+        return [*self.memory.iterdir(), *(file for file in self.mapped if file.exists())]
 
     def close(self):
         self.process.stdin.close()

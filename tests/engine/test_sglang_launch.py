@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from doubles import until, weights
+from processes import read_line
 
 from agentrl.core.child_process import session_members
 from agentrl.core.ports import free_port
 from agentrl.engine.base import SamplingParams
+from agentrl.engine.sglang import shared_memory
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
@@ -67,6 +69,56 @@ async def test_stop_ends_the_whole_process_tree(tmp_path):
     await server.stop()
     assert not session_members(pid)
     await server.stop()
+
+
+MAPS = """
+import mmap, os, time
+mapped = []
+for path in {paths!r}:
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(file, 100)
+    mapped.append(mmap.mmap(file, 100))
+print("mapped", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_stop_removes_what_the_server_had_in_shared_memory_and_start_what_killed_ones_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "MEMORY", tmp_path)
+    mine, others = tmp_path / "sem.mine", tmp_path / "sem.others"
+    weights = tmp_path / "agentrl-weights-a" / "model.safetensors"
+    weights.parent.mkdir()
+    server = process(tmp_path, 1, MAPS.format(paths=[str(weights), str(mine)]))
+    of_killed = tmp_path / "sglang_loads_b.shm"
+    of_killed.touch()
+    monkeypatch.setattr(shared_memory, "UNMAPPED_S", -1)
+    server.start()
+    assert not of_killed.exists()
+    pid = server.process.pid
+    others.touch()
+    await until(lambda: shared_memory.mapped_files(session_members(pid)) == {mine})
+    await server.stop()
+    assert not mine.exists()
+    assert others.exists()
+    assert weights.exists(), "other servers may read them"
+
+
+def test_only_what_no_process_maps_is_left_by_killed_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "MEMORY", tmp_path)
+    monkeypatch.setattr(shared_memory, "UNMAPPED_S", -1)
+    of_living, of_killed, others = (tmp_path / name for name in ("sglang_loads_a.shm", "sglang_loads_b.shm", "others"))
+    of_killed.touch()
+    others.touch()
+    command = [sys.executable, "-c", MAPS.format(paths=[str(of_living)])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as living:
+        assert read_line(living) == "mapped\n"
+        shared_memory.remove_left_by_killed_servers()
+        assert set(tmp_path.iterdir()) == {of_living, others}
+        monkeypatch.setattr(shared_memory, "UNMAPPED_S", 30)
+        of_killed.touch()
+        shared_memory.remove_left_by_killed_servers()
+        assert of_killed.exists(), "it may be about to be mapped"
+        living.kill()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from agentrl.core.child_process import killed_with_parent, session_members, signal_session
 from agentrl.engine.sglang.http import HttpClient
+from agentrl.engine.sglang.shared_memory import mapped_files, remove_left_by_killed_servers, remove_unmapped
 from agentrl.errors import EngineFailure
 
 LOG_LINES = 20
@@ -28,9 +29,12 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, address: str) -> None:
         self.command, self.env, self.log, self.address = list(command), dict(env), log, address
         self.process: subprocess.Popen[bytes] | None = None
+        self._memory: set[Path] = set()
+        """what the processes that are being ended have in shared memory"""
 
     def start(self) -> None:
         """Start the process. The kernel kills it when the calling thread ends."""
+        remove_left_by_killed_servers()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -89,6 +93,7 @@ class ServerProcess:
         process = self.process
         if process is None:
             return
+        self._memory |= mapped_files(session_members(process.pid))
         signal_session(process.pid, signal.SIGTERM)
         for _ in range(int(STOP_GRACE_S / POLL_S)):
             if process.poll() is not None and not session_members(process.pid):
@@ -105,5 +110,6 @@ class ServerProcess:
                 "its GPU may hang",
                 "engine: server does not end",
             ) from None
+        await asyncio.to_thread(remove_unmapped, self._memory)
         if self.process is process:
-            self.process = None
+            self.process, self._memory = None, set()
