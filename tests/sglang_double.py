@@ -38,6 +38,9 @@ class Double:
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     device: str = "cuda"
+    tp_size: int = 1
+    ranks: list[dict[str, Any]] | None = None
+    """what /weights_checker reports of each rank; None: there is no such path"""
     eos: tuple[int, ...] = ()
     cached: int = 1
     image_tokens: tuple[int, ...] = ()
@@ -88,6 +91,8 @@ class Double:
         if path in self.refuse:
             return web.Response(status=self.refuse[path], text="refused by the script")
         body = await request.json() if request.can_read_body else {}
+        if path == "/openapi.json" and self.ranks is not None:
+            return web.json_response({"paths": {"/weights_checker": {}, "/begin_weight_update": {}}})
         handler = getattr(self, path.strip("/"), None)
         if handler is None:
             return web.Response(status=404, text="no such path")
@@ -100,7 +105,7 @@ class Double:
         return web.Response(status=200 if self.works else 503)
 
     async def server_info(self, _: Any, __: Any) -> web.Response:
-        facts = {"version": self.version, "device": self.device, "tp_size": 1, "context_length": 256}
+        facts = {"version": self.version, "device": self.device, "tp_size": self.tp_size, "context_length": 256}
         flags = {
             "enable_memory_saver": self.memory_saver,
             "enable_return_routed_experts": self.experts is not None,
@@ -111,6 +116,9 @@ class Double:
         if self.servers is None:
             return web.Response(status=404, text="no such path")
         return web.json_response({"workers": [{"url": a, "worker_type": "regular"} for a in self.servers]})
+
+    async def weights_checker(self, _: Any, __: Any) -> web.Response:
+        return web.json_response({"success": True, "ranks": self.ranks})
 
     async def model_info(self, _: Any, __: Any) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})

@@ -34,8 +34,8 @@ class Expected:
     """the trainer's log-probs of ids[1:]"""
     limit: float
     """upper bound of the mean absolute difference of log-probs, in nats"""
-    checksums: dict[str, dict[str, str]]
-    """kind of checksum -> the server's parameter name -> checksum"""
+    checksums: dict[tuple[str, int], dict[str, str]]
+    """kind of checksum and tensor-parallel size of the server -> the server's parameter name -> checksum"""
 
 
 async def probe_ids(fleet: Fleet) -> list[int]:
@@ -67,10 +67,11 @@ async def expected_weights(trainer: Trainer, fleet: Fleet, probe: Sequence[int])
     row = Row(tokens=ids, weights=weights, advantages=zeros, rollout_log_probs=zeros, temperature=ones)
     # one copy of the row for each data-parallel rank: all must take part
     log_probs = (await asyncio.to_thread(trainer.log_probs, [row] * trainer.copies))[0]
-    checksums: dict[str, dict[str, str]] = {}
-    for kind in {m.engine.api.checksum_kind for m in fleet.members} - {""}:
-        stages = await asyncio.to_thread(trainer.deliver, "checksums", kind=kind)
-        checksums[kind] = {name: value for stage in stages for name, value in stage.items()}
+    checksums: dict[tuple[str, int], dict[str, str]] = {}
+    for kind, ranks in {m.engine.api.checksum_kind for m in fleet.members}:
+        if kind:
+            stages = await asyncio.to_thread(trainer.deliver, "checksums", kind=kind, ranks=ranks)
+            checksums[kind, ranks] = {name: value for stage in stages for name, value in stage.items()}
     return Expected(
         ids=tuple(ids.tolist()),
         log_probs=tuple(log_probs[1:].tolist()),

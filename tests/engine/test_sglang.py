@@ -18,7 +18,7 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
 from agentrl.errors import EngineAbort, EngineFailure
-from agentrl.train.megatron.delivery.server_checksums import server_checksums
+from agentrl.train.megatron.delivery.server_checksums import ServerLayout, server_checksums
 from agentrl.types import FinishReason
 from agentrl.weight_sync.disk import DiskSync
 
@@ -159,9 +159,12 @@ class FolderTrainer:
             logits = self.model(ids[None]).logits[0, :-1].log_softmax(-1)
         return [np.array([0.0, *logits.gather(1, ids[1:, None])[:, 0].tolist()], np.float32)]
 
-    def deliver(self, action, *, kind):
+    def deliver(self, action, *, kind, ranks):
         assert action == "checksums"
-        return [server_checksums(self.tensors.items(), self.model.config.vocab_size, kind)]
+        config = self.model.config
+        heads = config.num_key_value_heads
+        layout = ServerLayout(vocab_size=config.vocab_size, key_value_heads=heads, ranks=ranks)
+        return [server_checksums(self.tensors.items(), layout, kind)]
 
     def export_weights(self, path):
         path.mkdir(parents=True)
@@ -177,7 +180,7 @@ async def test_a_sync_with_one_altered_tensor_is_refused(server, tmp_path, by):
     async with attached(server) as engine:
         if engine.api.facts.device != "cpu":
             pytest.skip("compares float32, as servers on a CPU have it")
-        assert engine.api.checksum_kind
+        assert engine.api.checksum_kind == ("sha256", 1)
         trainer = FolderTrainer(server.model)
         fleet = Fleet([Member(engine)], patience_s=1, start_timeout_s=1)
         sync = DiskSync(fleet, tmp_path)

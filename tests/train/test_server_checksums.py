@@ -1,5 +1,6 @@
 """The checksum of a GPU's tensors: against the formula in plain integers, and against SGLang's own kernel, run by triton's interpreter."""
 
+import dataclasses
 import json
 import subprocess
 
@@ -8,10 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from agentrl.engine.sglang.installation import find_installation
 from agentrl.train.megatron.delivery import server_checksums as module
-from agentrl.train.megatron.delivery.server_checksums import CHUNK, TILE, finish, mixed_words, server_checksums
+from agentrl.train.megatron.delivery.server_checksums import (
+    CHUNK,
+    TILE,
+    ServerLayout,
+    finish,
+    mixed_words,
+    server_checksums,
+)
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -106,7 +115,9 @@ def test_one_bit_or_two_exchanged_words_show():
 def test_joined_parameters_and_the_padded_vocabulary():
     q, k, v, e = torch.randn(8, 4), torch.randn(4, 4), torch.randn(4, 4), torch.randn(70, 4)
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
-    found = server_checksums([*zip(names, (q, k, v), strict=True), ("model.embed_tokens.weight", e)], 70, "mix")
+    found = server_checksums(
+        [*zip(names, (q, k, v), strict=True), ("model.embed_tokens.weight", e)], ServerLayout(vocab_size=70), "mix"
+    )
     values = mixed(torch.cat([q, k, v]), torch.cat([e, torch.zeros(58, 4)]))
     assert found == {
         "model.layers.0.self_attn.qkv_proj.weight": f"{values[0]:016x}",
@@ -148,7 +159,7 @@ def test_the_experts_of_a_layer_are_two_parameters_in_their_order():
     tensors = [(f"{prefix}.{i}.{part}_proj.weight", t) for i, part, t in parts]
     joined = [t for i in range(3) for name in ("gate", "up") for j, part, t in parts if (i, name) == (j, part)]
     down = [t for i in range(3) for j, part, t in parts if (i, "down") == (j, part)]
-    assert server_checksums(tensors, 64, "sha256", experts=3) == {
+    assert server_checksums(tensors, ServerLayout(vocab_size=64, experts=3), "sha256") == {
         f"{prefix}.w13_weight": module.sha256(joined),
         f"{prefix}.w2_weight": module.sha256(down),
     }
@@ -157,4 +168,97 @@ def test_the_experts_of_a_layer_are_two_parameters_in_their_order():
 def test_gate_and_up_that_are_one_tensor_already_are_one_parameter():
     tensor = torch.randn(4, 3)
     name = "model.layers.0.mlp.gate_up_proj.weight"
-    assert server_checksums([(name, tensor)], 64, "sha256") == {name: module.sha256([tensor])}
+    assert server_checksums([(name, tensor)], ServerLayout(vocab_size=64), "sha256") == {name: module.sha256([tensor])}
+
+
+def test_the_ranks_of_a_server_have_heads_rows_columns_and_the_padded_vocabulary():
+    """Four ranks, two key-value heads: two ranks have the same one. The last rank has the end of the vocabulary, and zeros."""
+    q, k, v = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4, 6)
+    o, down, norm, table = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6), torch.randn(70, 6)
+    names = {f"model.layers.0.self_attn.{x}_proj.weight": t for x, t in zip("qkvo", (q, k, v, o), strict=True)}
+    names |= {"model.layers.0.mlp.down_proj.weight": down, "model.norm.weight": norm, "lm_head.weight": table}
+    layout = ServerLayout(vocab_size=70, key_value_heads=2, ranks=4)
+    found = server_checksums(names.items(), layout, "sha256")
+    assert len(found) == 4 * 5
+    padded = torch.cat([table, torch.zeros(58, 6)])
+    for rank in range(4):
+        heads = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+        own = {
+            "model.layers.0.self_attn.qkv_proj.weight": torch.cat([q[2 * rank : 2 * rank + 2], k[heads], v[heads]]),
+            "model.layers.0.self_attn.o_proj.weight": o[:, 2 * rank : 2 * rank + 2],
+            "model.layers.0.mlp.down_proj.weight": down[:, 2 * rank : 2 * rank + 2],
+            "model.norm.weight": norm,
+            "lm_head.weight": padded[32 * rank : 32 * rank + 32],
+        }
+        for name, tensor in own.items():
+            assert found[f"rank {rank}: {name}"] == module.sha256([tensor.contiguous()]), (rank, name)
+    mixed_up = server_checksums(names.items(), dataclasses.replace(layout, key_value_heads=4), "sha256")
+    assert mixed_up != found
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 128), (2, 128), (4, 128), (3, 192), (6, 384)])
+def test_the_vocabulary_is_padded_so_that_the_ranks_divide_it(ranks, size):
+    assert ServerLayout(vocab_size=70, ranks=ranks).padded_vocab_size == size
+
+
+LAYERS = """
+import sys
+from types import SimpleNamespace
+from safetensors.torch import load_file, save_file
+from sglang.srt.layers import linear, vocab_parallel_embedding as vocabulary
+
+size, tensors = int(sys.argv[1]), load_file(sys.argv[2])
+# what the layers ask for their place; they communicate only in `forward`
+place = SimpleNamespace(tp_rank=0, tp_size=size, attn_tp_rank=0, attn_tp_size=size)
+linear.get_group_rank_size = lambda _: (place.tp_rank, size)
+linear._resolve_linear_group = vocabulary._resolve_linear_group = lambda *_: place
+vocabulary.get_parallel = lambda: place
+
+def loaded(layer, *parts):
+    for part in parts:
+        layer.weight.weight_loader(layer.weight, *part)
+    return layer.weight.data.clone().contiguous()
+
+found, t = {}, tensors
+for rank in range(size):
+    place.tp_rank = place.attn_tp_rank = rank
+    found |= {
+        f"{rank} qkv": loaded(linear.QKVParallelLinear(8, 2, 4, 2, bias=False), *((t[x], x) for x in "qkv")),
+        f"{rank} up": loaded(linear.MergedColumnParallelLinear(8, [12, 12], bias=False), (t["gate"], 0), (t["up"], 1)),
+        f"{rank} o": loaded(linear.RowParallelLinear(8, 8, bias=False), (t["o"],)),
+        f"{rank} down": loaded(linear.RowParallelLinear(12, 8, bias=False), (t["down"],)),
+        f"{rank} table": loaded(vocabulary.VocabParallelEmbedding(70, 8), (t["table"],)),
+    }
+save_file(found, sys.argv[3])
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ranks_have_what_the_layers_of_sglang_load(tmp_path, ranks):
+    """SGLang's own layers, one rank after the other in one process. With four ranks, two have the same key-value head."""
+    shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)}
+    tensors = {name: torch.randn(shape) for name, shape in {**shapes, "table": (70, 8)}.items()}
+    save_file(tensors, tmp_path / "whole.safetensors")
+    installation = find_installation()
+    files = [str(tmp_path / f"{name}.safetensors") for name in ("whole", "parts")]
+    command = [str(installation.python), "-c", LAYERS, str(ranks), *files]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=installation.environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    parts = load_file(files[1])
+    names = {
+        "qkv": "model.layers.0.self_attn.qkv_proj.weight",
+        "up": "model.layers.0.mlp.gate_up_proj.weight",
+        "o": "model.layers.0.self_attn.o_proj.weight",
+        "down": "model.layers.0.mlp.down_proj.weight",
+        "table": "model.embed_tokens.weight",
+    }
+    modules = {"gate": "mlp", "up": "mlp", "down": "mlp", **dict.fromkeys("qkvo", "self_attn")}
+    given = {f"model.layers.0.{modules[n]}.{n}_proj.weight": t for n, t in tensors.items() if n != "table"}
+    layout = ServerLayout(vocab_size=70, key_value_heads=2, ranks=ranks)
+    found = server_checksums([*given.items(), (names["table"], tensors["table"])], layout, "sha256")
+    of_layers = {f"rank {r}: {names[part]}": tensor for key, tensor in parts.items() for r, part in [key.split()]}
+    assert found == {name: module.sha256([tensor]) for name, tensor in of_layers.items()}

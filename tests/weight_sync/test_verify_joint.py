@@ -307,7 +307,7 @@ WHOLE = ("embed_tokens", "model.norm")
 class Policy:
     """The embedded model as trainer and as engine at once; it gives no checksums."""
 
-    copies, dtype, checksum_kind, address, state = 1, "float32", "", "here", "ready"
+    copies, dtype, checksum_kind, address, state = 1, "float32", ("", 1), "here", "ready"
 
     def __init__(self):
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

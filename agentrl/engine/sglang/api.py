@@ -164,16 +164,28 @@ class ServerApi:
         return sampled
 
     @property
-    def checksum_kind(self) -> str:
-        """The kind of `checksums`; empty if the server has none that can be compared, or is not connected."""
-        return self._facts.checksums if self._facts is not None else ""
+    def checksum_kind(self) -> tuple[str, int]:
+        """The kind of `checksums`, empty if the server has none that can be compared, or is not connected; and the tensor-parallel size."""
+        return ("", 1) if self._facts is None else (self._facts.checksums, self._facts.tp_size)
 
     async def checksums(self) -> dict[str, str] | None:
-        """A checksum of every parameter by the server's name of it; None if the server has none that can be compared."""
+        """A checksum of every parameter by the server's name of it, of several ranks with the rank; None if the server has none that can be compared.
+
+        Raises:
+            EngineFailure: the answer is malformed, or does not have every rank once.
+        """
         if not self.facts.checksums:
             return None
         response = await self.command("/weights_checker", {"action": "checksum"})
+        size = self.facts.tp_size
         with boundary(EngineFailure, "engine: checksums"):
             ranks = response.get("ranks") or [{}]
-            checksums = ranks[0].get("checksums")
-            return dict(checksums) if checksums else None
+            if size == 1:
+                checksums = ranks[0].get("checksums")
+                return dict(checksums) if checksums else None
+            by_rank = {int(rank["parallelism_info"]["tp_rank"]): rank["checksums"] for rank in ranks}
+        if sorted(by_rank) != list(range(size)) or len(ranks) != size:
+            raise malformed(
+                f"{self.address}/weights_checker", f"checksums of the ranks {sorted(by_rank)}, expected {size}"
+            )
+        return {f"rank {rank}: {name}": value for rank, sums in by_rank.items() for name, value in sums.items()}

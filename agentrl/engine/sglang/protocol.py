@@ -77,7 +77,9 @@ class ServerFacts:
             )
         warn_if_untested(version)
         lengths = [n for n in counts if n]
-        comparable = "/weights_checker" in paths and tp_size == 1 and not info.get("quantization") and version in TESTED
+        divided = [info.get(name) for name in ("dp_size", "pp_size", "ep_size")]
+        whole = all(size in (None, 1) for size in divided) and not info.get("quantization")
+        comparable = "/weights_checker" in paths and whole and version in TESTED
         return cls(
             version=version,
             device=device,

@@ -18,7 +18,7 @@ from agentrl.train.megatron.adapters import weights
 from agentrl.train.megatron.delivery.broadcast_group import BroadcastGroup
 from agentrl.train.megatron.delivery.buckets import buckets, serialise
 from agentrl.train.megatron.delivery.request_queue import RequestQueue
-from agentrl.train.megatron.delivery.server_checksums import COMPARABLE, server_checksums
+from agentrl.train.megatron.delivery.server_checksums import COMPARABLE, ServerLayout, server_checksums
 from agentrl.train.megatron.hf_weights import gather_views
 from agentrl.train.megatron.model import Built
 
@@ -42,12 +42,21 @@ class Sender:
         """(name, tensor, shape) of every weight; all ranks of the first copy must consume it."""
         return gather_views(weights(self.built.model), self.built.layout, self.built.groups)
 
-    def checksums(self, kind: str) -> dict[str, str] | None:
-        """A checksum (see server_checksums.py) of every parameter, under the server's names; none of a family that cannot be compared."""
+    def checksums(self, kind: str, ranks: int = 1) -> dict[str, str] | None:
+        """A checksum (see server_checksums.py) of every parameter, under the names of a server of so many tensor-parallel ranks; none of a family
+        that cannot be compared.
+        """
         if not self.gathers or self.built.family not in COMPARABLE:
             return {} if self.sends else None
         tensors = ((name, tensor.reshape(shape)) for name, tensor, shape in self._weights())
-        sums = server_checksums(tensors, self.built.layout.vocab_size, kind, self.built.config.num_moe_experts or 0)
+        config = self.built.config
+        layout = ServerLayout(
+            vocab_size=self.built.layout.vocab_size,
+            experts=config.num_moe_experts or 0,
+            key_value_heads=config.num_query_groups,
+            ranks=ranks,
+        )
+        sums = server_checksums(tensors, layout, kind)
         return sums if self.sends else None
 
     def tensors(self, receivers: Sequence[Receiver], bucket_bytes: int, timeout_s: float) -> DeliveryReport | None:

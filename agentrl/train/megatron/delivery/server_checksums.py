@@ -1,8 +1,8 @@
 """Checksums of the weights as SGLang reports them (/weights_checker), so that both sides of a sync are compared parameter by parameter.
 
-SGLang joins q, k and v, gate and up, and the experts of a layer, and pads the vocabulary with zeros to a multiple of 64. Of a parameter's
-bytes it computes on a CPU
-("sha256") the first eight bytes of the SHA-256, and on a GPU ("mix", 0.5.17 to 0.5.23) this:
+SGLang joins q, k and v, gate and up, and the experts of a layer, and pads the vocabulary with zeros. With tensor parallelism each
+rank has a part of every tensor (`rank_part`) and reports checksums of its own parameters. Of a parameter's bytes it computes on a CPU ("sha256") the
+first eight bytes of the SHA-256, and on a GPU ("mix", 0.5.17 to 0.5.23) this:
 
     bytes -> 32-bit words w_i in tiles of 8192
     half of a tile = mix(sum of mix(w_i xor place(i)) xor number of bytes), modulo 2^32, for each of two functions `place`
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -42,30 +43,81 @@ COMPARABLE = ("llama", "qwen2", "qwen3")
 """Families whose parameters are known to be as above in SGLang. Of others it may rearrange some; only log-probs verify them."""
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
+_BY_ROWS = ("q_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_KEY_VALUE = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLayout:
+    """How a server holds the weights."""
+
+    vocab_size: int
+    experts: int = 0
+    """experts of a layer"""
+    key_value_heads: int = 1
+    ranks: int = 1
+    """tensor-parallel size of the server"""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """A multiple of 64, or of 64 × ranks if the ranks do not divide that."""
+        multiple = _VOCABULARY_MULTIPLE
+        if -(-self.vocab_size // multiple) * multiple % self.ranks:
+            multiple *= self.ranks
+        return -(-self.vocab_size // multiple) * multiple
 
 
 @torch.no_grad()
-def server_checksums(
-    tensors: Iterable[tuple[str, Tensor]], vocab_size: int, kind: str, experts: int = 0
-) -> dict[str, str]:
-    """The checksum of each server parameter, by the server's name. `tensors`: Hugging Face (name, tensor) in any order; `experts`: of a layer.
+def server_checksums(tensors: Iterable[tuple[str, Tensor]], layout: ServerLayout, kind: str) -> dict[str, str]:
+    """The checksum of each server parameter, by the server's name, with several ranks by `of_rank`.
 
+    `tensors`: Hugging Face (name, tensor) in any order.
     The parts of a parameter are kept until it is complete, those of a mixture of experts thus until all experts of a layer are there.
     """
-    incomplete: dict[str, dict[int, Tensor]] = {}
+    incomplete: dict[str, dict[int, tuple[str, Tensor]]] = {}
     sums: dict[str, str | Tensor] = {}
     for name, tensor in tensors:
-        target, place, count = _server_parameter(name, experts)
+        target, place, count = _server_parameter(name, layout.experts)
         parts = incomplete.setdefault(target, {})
-        parts[place] = tensor
+        parts[place] = name, tensor
         if len(parts) < count:
             continue
         ordered = [parts[i] for i in sorted(parts)]
-        if padding := -vocab_size % _VOCABULARY_MULTIPLE if name in _VOCABULARY else 0:
-            ordered.append(tensor.new_zeros(padding, *tensor.shape[1:]))
-        sums[target] = sha256(ordered) if kind == "sha256" else mixed_words(ordered)
+        for rank in range(layout.ranks):
+            own = [piece for part in ordered for piece in rank_part(*part, rank, layout)]
+            sums[of_rank(target, rank, layout.ranks)] = sha256(own) if kind == "sha256" else mixed_words(own)
         del incomplete[target]
     return {name: s if isinstance(s, str) else finish(int(s)) for name, s in sums.items()}
+
+
+def of_rank(name: str, rank: int, ranks: int) -> str:
+    """The name of a rank's parameter, for messages and comparison."""
+    return name if ranks == 1 else f"rank {rank}: {name}"
+
+
+def rank_part(name: str, tensor: Tensor, rank: int, layout: ServerLayout) -> list[Tensor]:
+    """What a tensor-parallel rank of the server has of a tensor, in pieces that follow one another.
+
+    As `ColumnParallelLinear`, `RowParallelLinear`, `QKVParallelLinear` and `VocabParallelEmbedding` of SGLang divide it: rows of q, gate and up,
+    columns of o and down, rows of the padded vocabulary, the heads of k and v (which several ranks share where there are more ranks than heads).
+    """
+    ranks, module = layout.ranks, name.rpartition(".")[0].rpartition(".")[2]
+    if name in _VOCABULARY:
+        size = layout.padded_vocab_size // ranks
+        rows = tensor[rank * size : (rank + 1) * size]
+        padding = size - len(rows)
+        return [rows, *([tensor.new_zeros(padding, *tensor.shape[1:])] if padding else [])]
+    if ranks == 1:
+        return [tensor]
+    if module in _BY_ROWS:
+        return [tensor.chunk(ranks)[rank]]
+    if module in _BY_COLUMNS and tensor.dim() > 1:
+        return [tensor.chunk(ranks, 1)[rank]]
+    if module in _KEY_VALUE:
+        parts = min(ranks, layout.key_value_heads)
+        return [tensor.chunk(parts)[rank * parts // ranks]]
+    return [tensor]
 
 
 def _server_parameter(name: str, experts: int) -> tuple[str, int, int]:
