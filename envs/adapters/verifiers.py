@@ -57,10 +57,16 @@ class Taskset(Adapted):
         """Refuse tasks that need a harness.
 
         Raises:
-            ConfigError: a task needs a container, tools or a runtime for its rewards.
+            ConfigError: a task needs a container, tools or a runtime for its rewards, or has no rewards.
         """
         for task in _load(self.target, self._config, self._count)[:1]:
-            hooks = [fn.__name__ for fn in task.hooks("reward") if "runtime" in fn.__code__.co_varnames]
+            rewards = list(task.hooks("reward"))
+            hooks = [fn.__name__ for fn in rewards if "runtime" in fn.__code__.co_varnames]
+            if not rewards:
+                raise ConfigError(
+                    f"--env {self.label()}: its tasks have no rewards, so that every answer would score 0; an environment of verifiers scores them: "
+                    "run it against the gateway instead"
+                )
             needs = "a container" if task.NEEDS_CONTAINER else f"a runtime for {hooks[0]}" if hooks else ""
             if needs or type(task).toolsets(task.config):
                 raise ConfigError(
@@ -100,7 +106,14 @@ def _load(target: str, config: str, count: int) -> tuple[Any, ...]:
     )
     try:
         return tuple(islice(taskset(settings.model_validate({"id": target, **orjson.loads(config)})), count))
-    except (TypeError, ValueError) as e:
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        ImportError,
+        LookupError,
+        OSError,
+    ) as e:  # what a configuration or missing data raises
         raise ConfigError(f"--env verifiers:{target}: its configuration {config} is refused: {describe(e)}") from e
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ from agentrl.env import check_env_args, make_env_class, task_tools, tasks_of
 from agentrl.envs.adapters import base
 from agentrl.errors import ConfigError, InfraError
 from agentrl.replay.replayer import replay_group
+from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.types import EpisodeSpec, StopReason, Task, split_role_id
 
 SERVERS = Path(sys.executable).parents[1] / "servers/bin"
@@ -65,7 +67,34 @@ def refused(name, args=None):
     pytest.fail("it was not refused")
 
 
+async def require_same_at_any_concurrency(name, hermes, says, args=None, tasks=None):
+    """The same seed plays the same episodes, one by one, three or sixteen at a time."""
+    env = make_env_class(name)
+    tasks = tasks or list(islice(tasks_of(env, "train", args or {}), 4))
+    groups = [[EpisodeSpec(task, g, 2 * g + i) for i in range(2)] for g, task in enumerate(tasks)]
+    played = []
+    for concurrency in (1, 3, 16):
+        runner = make_runner(
+            env, lambda request: says[request.sampling.seed % len(says)], hermes, env_args=args, max_turns=4
+        )
+        made, _ = await Rollout(runner, RolloutLimits(concurrency=concurrency, min_group_size=1)).run(groups)
+        runner.close()
+        episodes = sorted((t for group in made for t in group.trajectories), key=lambda t: t.index)
+        assert len(episodes) == 2 * len(tasks)
+        played.append(
+            [
+                (t.task.id, t.score, t.state, [(u.action.text, u.observation, u.reward) for u in t.turns])
+                for t in episodes
+            ]
+        )
+    assert played[0] == played[1] == played[2]
+
+
 class TestGymnasium:
+    @pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1"])
+    async def test_the_same_seed_plays_the_same_episodes_at_any_concurrency(self, name, hermes):
+        await require_same_at_any_concurrency(f"gymnasium:{name}", hermes, ["Action: 0", "Action: 1", "hmm"])
+
     @pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1", "CartPole-v1"])
     @pytest.mark.parametrize("act_by", ["text", "tool"])
     async def test_it_keeps_the_contract(self, name, act_by):
@@ -141,6 +170,11 @@ class TestReasoningGym:
         assert right.score == 1.0
 
     @pytest.mark.slow
+    async def test_the_same_seed_plays_the_same_episodes_at_any_concurrency(self, hermes):
+        says = [f"<answer>{n}</answer>" for n in range(1, 9)]
+        await require_same_at_any_concurrency("reasoning_gym:gcd", hermes, says, {"size": 8})
+
+    @pytest.mark.slow
     def test_the_configuration_is_given_as_arguments(self):
         env = make_env_class("reasoning_gym:chain_sum")
         tasks = list(tasks_of(env, "train", {"size": 20, "min_terms": 2, "max_terms": 2, "answer": "text"}))
@@ -153,6 +187,11 @@ class TestReasoningGym:
 
 
 class TestTextArena:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "TicTacToe-v0"])
+    async def test_the_same_seed_plays_the_same_episodes_at_any_concurrency(self, name, hermes):
+        await require_same_at_any_concurrency(f"textarena:{name}", hermes, [f"[{n}]" for n in range(9)])
+
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "TowerOfHanoi-v0", "Secretary-v0"])
     async def test_games_for_one_keep_the_contract_and_replay(self, name, hermes):
@@ -230,6 +269,10 @@ class TestOpenEnv:
         assert played.turns[1].reward == pytest.approx(1.6)
 
     @pytest.mark.full
+    async def test_the_same_seed_plays_the_same_episodes_at_any_concurrency(self, echo, hermes):
+        await require_same_at_any_concurrency(f"openenv:{echo[0]}", hermes, ["a", "bc", "def"], {"prompt": "Write."})
+
+    @pytest.mark.full
     async def test_a_server_that_dies_in_an_episode_is_infrastructure(self, echo, hermes):
         address, process = echo
 
@@ -269,11 +312,16 @@ class TestMcp:
         assert not mcp_servers()
 
     @pytest.mark.slow
-    async def test_the_contract_holds_for_a_second_server(self, tmp_path):
+    async def test_the_contract_holds_for_a_second_server(self, tmp_path, hermes):
         repository = tmp_path / "repository"
         subprocess.run(["git", "init", "-q", str(repository)], check=True)  # noqa: ASYNC221
         args = {"allow": ["git_status", "git_log"], "concurrency": 4}
-        await require_sound(f"mcp:{GIT} --repository {repository}", args, episodes=2)
+        name = f"mcp:{GIT} --repository {repository}"
+        await require_sound(name, args, episodes=2)
+        task = Task("0", "What is the status?")
+        status = call("git_status", repo_path=str(repository))
+        played = await require_replays(name, [status, "done"], hermes, args, task)
+        assert "No commits yet" in played.turns[0].action.results[0].content
 
     @pytest.mark.slow
     async def test_a_tools_error_is_read_by_the_policy_and_a_dead_server_fails_the_episode(self, time_env, hermes):
@@ -323,6 +371,11 @@ class TestMcp:
         assert "have a tool 'get_current_time'" in refused(f"mcp:{TIME}", {"more": [f"{TIME} "]})
         assert "no server has the tool 'get_tim'" in refused(f"mcp:{TIME}", {"allow": ["get_tim"]})
 
+    @pytest.mark.full
+    async def test_the_same_seed_plays_the_same_episodes_at_any_concurrency(self, hermes):
+        tasks = [Task(str(n), f"Convert {n}.") for n in range(2)]
+        await require_same_at_any_concurrency(f"mcp:{TIME}", hermes, [CONVERT, "done"], tasks=tasks)
+
 
 class TestVerifiers:
     @pytest.fixture
@@ -336,10 +389,15 @@ class TestVerifiers:
         played = await require_replays(sums, ["6"], hermes, {"test_size": 3})
         assert (played.task.id, played.score) == ("train-3", 2.0)
         assert len(list(tasks_of(make_env_class(sums), "train", {"test_size": 3, "digits": 2}))) == 97
+        await require_same_at_any_concurrency(sums, hermes, ["2", "4", "6"], {"test_size": 3})
 
     @pytest.mark.slow
     def test_what_cannot_work_is_one_sentence(self, sums):
         assert "not found" in refused("verifiers:no_such_taskset")
+        assert "its tasks have no rewards" in refused("verifiers:unscored_taskset")
+        assert "is refused: RuntimeError: install the program" in refused(
+            "verifiers:unscored_taskset", {"loads": False}
+        )
         assert "is refused" in refused(sums, {"digit": 2})
 
 
