@@ -26,6 +26,13 @@ def experts(start, stop):
     return chosen
 
 
+def with_remains(start, stop):
+    """In a layer without experts the server's buffer holds what other requests left."""
+    chosen = experts(start, stop)
+    chosen[:, 1] = 9
+    return chosen
+
+
 @pytest.fixture
 async def server():
     server = await Double(experts=experts).start()
@@ -39,6 +46,13 @@ async def engine(server):
     await engine.start()
     yield engine
     await engine.close()
+
+
+async def test_what_is_in_layers_without_experts_is_not_recorded(engine, server):
+    """Rows with equal experts would seem to differ."""
+    server.experts = with_remains
+    generation = await engine.generate([1, 2, 3], ASKED, session="a")
+    assert np.array_equal(generation.routed_experts.array(), experts(0, 7))
 
 
 async def test_a_generation_has_the_experts_from_the_position_that_is_asked_for(engine, server):

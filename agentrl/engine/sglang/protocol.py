@@ -375,7 +375,9 @@ def read_experts(response: Mapping[str, Any], router: RouterShape, tokens: int, 
             "is the server's model the trained one?",
             "engine: routed experts differ",
         )
-    experts = numbers.reshape(tokens, router.layers, router.topk)
+    experts = numbers.reshape(tokens, router.layers, router.topk).copy()
+    dense = [layer for layer in range(router.layers) if layer not in router.mixtures]
+    experts[:, dense] = 0  # what the server's buffer held before
     if fault := router.fault(experts):
         raise EngineFailure(f"{where} returned routed experts that are wrong: {fault}", "engine: routed experts differ")
     return RoutedExperts.of(experts)
