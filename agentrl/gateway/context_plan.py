@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,8 @@ class ContextPlan:
     """the limit that sets the room"""
     clients_limit: bool = False
     """the client's own max_tokens sets it"""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """what the template leaves out of the context although the request has it, counted by kind"""
 
 
 class ContextPlanner:
@@ -126,10 +128,11 @@ class ContextPlanner:
     def _open(self, request: ModelRequest, match: Match) -> ContextPlan:
         """A conversation that continues no generation."""
         _check_last(request.messages)
-        messages = self._as_written(request.messages)
+        messages, sampled = self._as_written(request.messages)
+        left_out = self._require_whole(messages, request.tools, sampled)
         node = self.tree.add(match.node, request.messages, match.paths, request.tools)
         plan = self._rendered(request, messages, node, match.agent_id)
-        plan.reason = match.reason
+        plan.reason, plan.left_out = match.reason, left_out
         return plan
 
     def _continue(self, request: ModelRequest, match: Match, turn: GeneratedTurn) -> ContextPlan:
@@ -157,9 +160,13 @@ class ContextPlanner:
             return plan
         _check_last(new)
         new = _with_call_ids(new, _call_names(request.messages[match.matched - 1], turn))
+        history = Written(match.node.parent or match.node)
+        if any(m["role"] not in ("user", "tool") or (m.get("name") and m["role"] != "tool") for m in new):
+            whole = [*history, turn.message, *new]
+            plan.left_out = self._require_whole(whole, request.tools, range(len(whole) - len(new)))
         rest = slice(match.matched, None)
         plan.node = self.tree.add(match.node, request.messages[rest], match.paths[rest], request.tools)
-        self._extend(plan, Written(match.node.parent or match.node), new)
+        self._extend(plan, history, new)
         return plan
 
     def _extend(self, plan: ContextPlan, history: Sequence[Message], new: list[Message]) -> None:
@@ -208,23 +215,41 @@ class ContextPlanner:
             opens=True,
         )
 
-    def _as_written(self, messages: Sequence[Message]) -> list[Message]:
-        """A request's messages for the template: in place of the policy's own ones what the policy wrote.
+    def _require_whole(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], sampled: Container[int]
+    ) -> dict[str, int]:
+        """Count what templates leave out on purpose: reasoning, names of speakers, and parts of what the policy wrote.
+
+        Args:
+            messages: the conversation.
+            tools: of the request.
+            sampled: indices of the messages that the policy wrote, or that were checked before.
 
         Raises:
-            TemplateError: the template would leave a part of another assistant's message out.
+            TemplateError: the template leaves another part out, which the policy would not see.
         """
+        others = [i for i in range(len(messages)) if i not in sampled]
+        found = self.renderer.require_whole(messages, tools, numbers=others)
+        counts = {
+            "messages whose reasoning the template leaves out": found.reasoning,
+            "messages whose name the template leaves out": found.names,
+            "parts of the policy's messages that the template leaves out": len(found.parts),
+        }
+        return {kind: count for kind, count in counts.items() if count}
+
+    def _as_written(self, messages: Sequence[Message]) -> tuple[list[Message], set[int]]:
+        """A request's messages for the template, and the indices of the policy's own ones, in whose place is what the policy wrote."""
         written: list[Message] = []
+        sampled: set[int] = set()
         names: dict[str, str] = {}
         for message in messages:
             turn = self.tree.written_by_policy(message)
             if turn is not None:
                 names |= _call_names(message, turn)
                 message = turn.message
-            elif message.get("tool_calls"):
-                self.renderer.write_turn(message)
+                sampled.add(len(written))
             written += _with_call_ids([message], names)
-        return written
+        return written, sampled
 
     # -- limits ------------------------------------------------------------------------------------------------------
 

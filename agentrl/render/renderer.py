@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
@@ -184,15 +184,24 @@ class Renderer:
         schemas = list(tools) if self.format.needs_tools and not self._writes_tools else []
         return left_out(messages, lambda marked: self._prompt_text(marked, schemas)[0])
 
-    def require_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> LeftOut:
-        """Refuse messages of which the prompt would not show every content and call; returns what else is left out: reasoning.
+    def require_whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        numbers: Container[int] | None = None,
+    ) -> LeftOut:
+        """Refuse messages of which the prompt would not show every content and call; returns what else is left out: reasoning and names.
+
+        `numbers`: refuse only parts of the messages with these indices; None: of all.
 
         Raises:
             TemplateError: the template leaves some out, or refuses the conversation.
         """
         found = self.left_out(messages, tools)
-        if found.parts:
-            raise TemplateError(found.sentence(self._where))
+        refused = found if numbers is None else found.of_messages(numbers)
+        if refused.parts:
+            raise TemplateError(refused.sentence(self._where))
         return found
 
     def _prompt_text(self, messages: Sequence[Message], schemas: list[Any]) -> tuple[str, int]:

@@ -272,7 +272,7 @@ REFUSED = {
         {**BODY, "messages": [ASK, {**CALLED, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {"x": 1}}}]},
                               {"role": "tool", "tool_call_id": "a", "content": "1"}]},
         400,
-        "leaves its call of 'f'",
+        "leaves the call of 'f' in message 1 out of the prompt",
     ),
     "a body that is too large": (b" " * (server.MAX_BODY + 1), 413, "32 MiB"),
 }  # fmt: skip
