@@ -5,6 +5,11 @@ a sandbox of the episode's own, whose variables stay from turn to turn. The rewa
 
     agentrl check --env examples/retool/retool.py
     agentrl train --env examples/retool/retool.py --hf-checkpoint MODEL
+
+With the embedded policy, which must be taught the tags first (see README.md):
+
+    python examples/warm_up.py examples/retool runs/warm --episodes 1200
+    agentrl train --config examples/retool/config.toml --model runs/warm/hf
 """
 
 from fractions import Fraction
@@ -16,6 +21,10 @@ from agentrl.sandbox import SandboxLimits
 from agentrl.tools.sandbox import Python
 
 TASKS = 512
+INSTRUCTIONS = (
+    "Write Python between <code> and </code>; you then read what it prints. "
+    "Give the answer, a number, between <answer> and </answer>. "
+)
 
 
 def number(text):
@@ -35,29 +44,36 @@ def correct(trajectory):
 
 
 class Retool(ToolEnv):
-    """Exercises that are hard in the head and easy in Python. `--prompt-data` brings others."""
+    """Exercises that are hard in the head and easy in Python. `--prompt-data` brings others.
+
+    Args:
+        time_s: limit of each call.
+        sandbox: the backend, see `agentrl.sandbox.choose_backend`.
+        instructions: describe the tags in the prompt, for models that do not know them.
+    """
 
     action_format = TagFormat("retool", calls={"code": ("python", "code")}, result_tag="interpreter")
     rewards = (correct,)
     shows_tools = True
+    eval_score = "correct"
 
-    def __init__(self, time_s: float = 5.0, sandbox: str = "auto"):
+    def __init__(self, time_s: float = 5.0, sandbox: str = "auto", instructions: bool = True):
         limits = SandboxLimits(time_s=time_s, memory_bytes=256 << 20)
         self.python = Python(limits, sandbox)
         self.tools = [self.python]
 
     @classmethod
-    def tasks(cls, split):
+    def tasks(cls, split, instructions=True):
         """Sums modulo a prime; other numbers in each split."""
         random = Random(f"retool {split}")
         for index in range(TASKS):
             base, exponent, modulus = random.randint(2, 99), random.randint(2, 50), random.choice([97, 101, 103, 107])
             question = f"What is {base}**{exponent} modulo {modulus}?"
-            prompt = (
-                "Write Python between <code> and </code>; you then read what it prints. "
-                f"Give the answer, a number, between <answer> and </answer>. {question}"
+            yield Task(
+                f"{split}-{index}",
+                INSTRUCTIONS + question if instructions else question,
+                str(pow(base, exponent, modulus)),
             )
-            yield Task(f"{split}-{index}", prompt, str(pow(base, exponent, modulus)))
 
     def state(self):
         """What the sandbox closes off, for the record."""

@@ -1,9 +1,12 @@
 """The small examples: their environments keep the contract, their demonstrators know the format, and their recorded curves rise above the control."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
+import httpx
 import pytest
 
 from agentrl import Action
@@ -12,6 +15,8 @@ from agentrl.check.findings import Severity
 from agentrl.config import build_config, read_toml
 from agentrl.core.registry import load_file
 from agentrl.env import make_env_class
+from agentrl.envs.search_r1 import shared_retriever
+from agentrl.tools.retrieval import HTTPRetriever
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/demonstrator.py"))
@@ -31,7 +36,7 @@ async def test_an_environment_keeps_the_contract(name, monkeypatch):
     assert not [f for f in report.findings if f.severity is Severity.ERROR], str(report)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, "search_r1_http"])
 def test_a_recorded_curve_rises_above_the_control(name):
     result = json.loads((ROOT / f"benchmarks/results/{name}_cpu.json").read_text())
     assert result["value"] > result["baseline"]["before"] + 0.05
@@ -87,9 +92,40 @@ def test_the_demonstrator_of_frozen_lake_writes_moves():
     assert lake == {f"Action: {d}" for d in ("left", "down", "right", "up")}
 
 
+def test_the_demonstrator_of_retool_forgets_the_modulus_in_half_of_its_calls_and_copies_what_is_printed():
+    write = demonstrator("retool")
+    texts = [write("What is 17**23 modulo 97?<|im_end|>", Random(i)) for i in range(99)]
+    assert {"<code>17**23 % 97</code>", "<code>17**23</code>"} < set(texts)
+    assert sum(text.startswith("<answer>") for text in texts) > 20
+    assert write("What is 17**23 modulo 97?<interpreter>54\n</interpreter>", Random(0)) == "<answer> 54</answer>"
+
+
 def test_the_demonstrator_of_reasoning_gym_names_the_three_people():
     prompt = (
         "<|im_start|>user\nAnn-Mai is fond of red. Bo can’t bear kites. Cy hikes. \nWho hikes? Reply only with a name."
     )
     names = {demonstrator("reasoning_gym")(prompt, Random(i)) for i in range(99)}
     assert {"Ann-Mai", "Bo", "Cy"} <= names
+
+
+@pytest.mark.slow
+def test_the_server_of_search_r1_http_answers_as_the_embedded_retriever():
+    command = [sys.executable, str(ROOT / "examples/search_r1_http/server.py"), "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().strip()
+        assert url.endswith("/retrieve")
+        queries = ["capital of France", "xyzzy"]
+        remote, embedded = HTTPRetriever(url), shared_retriever("bm25", None, None)
+        assert remote.search(queries, 2) == embedded.search(queries, 2)
+        remote.close()
+        assert httpx.post(url, json={"topk": 1}).status_code == 400
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_the_configuration_of_search_r1_http_takes_another_address():
+    settings = read_toml(ROOT / "examples/search_r1_http/config.toml")
+    args = build_config(settings, {"env_args": {"url": "http://h:1/retrieve"}}).env.env_args
+    assert args == {"retriever": "http", "url": "http://h:1/retrieve"}
