@@ -41,6 +41,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a file or folder has a name under which `new_file` or `new_folder` writes."""
+    return re.fullmatch(r"\..+\.\d+\.(\d+|tmp)", name) is not None
+
+
 def remove_incomplete(path: Path) -> None:
     """Remove what processes that were killed while they wrote the folder `path` left beside it."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.tmp")

@@ -29,13 +29,16 @@ from typing import Any
 from agentrl.config import Config, GatewaySettings, RunSettings
 from agentrl.config.credentials import FILE as SECRETS
 from agentrl.config.credentials import read_credentials, write_credentials
-from agentrl.core.atomic_write import new_file, new_folder, remove_incomplete, sync
+from agentrl.core.atomic_write import is_temporary, new_file, new_folder, remove_incomplete, sync
 from agentrl.core.name_syntax import split_object
 from agentrl.errors import ConfigError
 from agentrl.store.checkpoints import SaveTrainer, begin_checkpoint, can_resume, remove_old, set_aside_after
 from agentrl.store.episode_files import EpisodeWriter, data_files, truncate
 from agentrl.store.file_lock import is_locked
 from agentrl.store.json_lines import JsonLines
+
+EXPORTS = ("hf", "adapter")
+"""folders of exported weights"""
 
 
 class RunFolder:
@@ -148,16 +151,18 @@ class RunFolder:
         shutil.rmtree(old, ignore_errors=True)
 
     def _remove_temporary(self) -> None:
-        """Remove what a run that was killed, or lost power, was writing. `hf/` is put back if it was being replaced."""
-        final, old = (self.path / name for name in ("hf", ".hf-old"))
-        if old.exists() and not final.exists():
-            old.rename(final)
-        for pattern in (".*", "episodes/*/.*"):
-            for path in self.path.glob(pattern):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+        """Remove what a run that was killed, or lost power, was writing. Exported weights that were being replaced are put back."""
+        for name in EXPORTS:
+            final, new, old = (self.path / n for n in (name, f".{name}-new", f".{name}-old"))
+            if old.exists() and not final.exists():
+                old.rename(final)
+            for folder in (new, old):
+                shutil.rmtree(folder, ignore_errors=True)
+        for path in (p for pattern in (".*", "episodes/*/.*") for p in self.path.glob(pattern) if is_temporary(p.name)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def close(self) -> None:
         self.metrics.close()

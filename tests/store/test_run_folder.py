@@ -169,6 +169,22 @@ def test_what_a_run_that_was_killed_while_it_exported_left_is_removed(config):
     assert [p.name for p in folder.path.glob("*hf*")] == ["hf"]
 
 
+def test_a_resumed_run_removes_what_was_being_written_and_nothing_else(config):
+    folder = begun(config)
+    folder.close()
+    theirs, ours = (
+        ".gitignore",
+        (".config.toml.12.140012", "..hf-new.12.tmp", ".hf-old", "episodes/images/.a.png.12.140012"),
+    )
+    (folder.path / theirs).write_text("*")
+    for name in ours:
+        (folder.path / name).mkdir(parents=True)
+    RunFolder.reopen(folder.path, config, __version__, {}).close()
+    left = [p.name for p in folder.path.rglob(".*")]
+    assert left == [theirs]
+    assert (folder.path / "hf").is_dir(), "the weights that were being replaced"
+
+
 def test_a_run_with_episodes_is_not_replaced(config):
     folder = RunFolder.create(config, __version__, resumable=True)
     folder.episodes.write(trajectory(), split="train")
