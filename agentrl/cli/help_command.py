@@ -42,6 +42,11 @@ def explain(name: str, commands: Commands) -> str:
         return _explain_setting(ours[name])
     if (ours_called := our_name(name)) != name:
         return f"--{name} means --{ours_called} here\n\n{explain(ours_called, commands)}"
+    tables = flag_tables()
+    if words := tables.words.get(name):
+        return f"--{name} means {' '.join(words)} here"
+    if variable := tables.environment.get(name):
+        return f"--{name} VALUE sets the environment variable {variable}"
     if why := why_without_effect(name, ()):
         return f"--{name} is accepted without effect, since {why}"
     if instead := advice(name):

@@ -106,6 +106,12 @@ def test_one_flag(capsys):
     assert "  command:  agentrl train\n" in printed(capsys, "help", "--resume")
 
 
+def test_flags_of_a_service_are_explained(capsys):
+    assert printed(capsys, "help", "use-wandb") == "--use-wandb means --trackers wandb here\n"
+    for name, variable in flag_tables().environment.items():
+        assert printed(capsys, "help", name) == f"--{name} VALUE sets the environment variable {variable}\n"
+
+
 def test_a_refused_flag_is_explained_with_the_advice(capsys):
     assert printed(capsys, "help", "rm-url") == f"--rm-url is not accepted: {flag_tables().refused['rm-url']}\n"
     for name, instead in flag_tables().refused.items():
