@@ -249,6 +249,7 @@ def test_a_flag_that_means_one_of_ours_sets_it(name):
         "adv-estimator": "rloo",
         "top-p": "0.5",
         "report-to": "mlflow",
+        "target-modules": "q_proj",
     }.get(name, "3")
     for flag in (f"--{name}", f"--{name.replace('-', '_')}"):
         assert read(flag, value) == read(f"{flag}={value}") == read(f"--{target}", value) != {}
