@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.env import ToolEnv
 from agentrl.envs import factbook
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import ConfigError, DataError, InfraError
 from agentrl.rewards.answers import em, f1
 from agentrl.tool import tool
 from agentrl.tools.retrieval import BM25Retriever, DenseRetriever, HTTPRetriever, Retriever, load_corpus, show
@@ -91,9 +91,22 @@ class SearchR1(ToolEnv):
         self._retriever = functools.partial(shared_retriever, retriever, corpus, url)
         if (retriever, corpus) != ("bm25", None):
             self._retriever()  # here, because building it may take longer than a tool call may take
+        self._url = url
         self.topk = topk
         self.passage_chars = passage_chars
         self.instructions = instructions
+
+    def check_ready(self) -> None:
+        """Ask a search server once.
+
+        Raises:
+            ConfigError: it does not answer.
+        """
+        if self._url is not None:
+            try:
+                self._retriever().search(["ready"], 1)
+            except InfraError as e:
+                raise ConfigError(f"search_r1: {e}; start the server, or correct --env-arg url=ADDRESS") from e
 
     def reset(self, task: Task, *, seed: int) -> list[Message]:
         """Return the question, preceded by the instructions if `instructions` is set."""

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +14,13 @@ import orjson
 
 from agentrl.cli.common import Commands, chosen_entries, print_note, print_now, runner_of
 from agentrl.cli.flags import read_given
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, suggest
 from agentrl.replay.parallel_replay import ReplayJob, replay_entries
 from agentrl.replay.playback import EveryTool
 from agentrl.replay.replayer import Tally
 from agentrl.run.components import Components
 from agentrl.run.resolve import resolve_recorded
-from agentrl.store import Recording
+from agentrl.store import IndexEntry, Recording, from_record
 from agentrl.store.json_lines import read_json_lines
 
 RESULT = "replay.jsonl"
@@ -54,12 +55,28 @@ def _check_writable(file: Path) -> None:
         raise ConfigError(f"--out {file} cannot be written: {e.strerror}") from e
 
 
+def _require_called(recording: Recording, entries: list[IndexEntry], names: Sequence[str]) -> None:
+    """Refuse names of tools that the episodes never call.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    episodes = (from_record(record, recording.images) for record in recording.records(entries))
+    called = {call.name for t in episodes for turn in t.turns for call in turn.action.calls} if names else set()
+    for name in names:
+        if name not in called:
+            raise ConfigError(
+                f"--live-tools {name}: none of the episodes calls a tool of this name{suggest(name, called)}"
+            )
+
+
 def run_replay(args: argparse.Namespace, rest: list[str]) -> int:
     recording = Recording(args.recorded)
     entries = chosen_entries(recording, args.episodes)
     components = Components(resolve_recorded(read_given(args, rest), args.recorded), trains=False)
     if args.out is not None:
         _check_writable(args.out)
+    _require_called(recording, entries, args.live_tools or ())
     live = () if args.recorded_tools else None if args.live_tools is None else args.live_tools or EveryTool()
     started = time.perf_counter()
     for each in components.envs.values() or [components]:

@@ -124,8 +124,7 @@ def test_an_ignored_signal_stays_ignored():
 
 
 def test_every_command_prints_through_the_filter():
-    folder = Path(__file__).parents[2] / "agentrl" / "cli"
-    bare = [
-        p.name for p in folder.glob("*.py") for line in p.read_text().splitlines() if line.lstrip().startswith("print(")
-    ]
-    assert bare == ["common.py"], "print_now makes control characters visible"
+    package = Path(__file__).parents[2] / "agentrl"
+    files = [*(package / "cli").glob("*.py"), *(package / "run").glob("*.py"), package / "core/terminal_text.py"]
+    bare = [p.name for p in files for line in p.read_text().splitlines() if line.lstrip().startswith("print(")]
+    assert bare == ["terminal_text.py"], "print_now makes control characters visible"

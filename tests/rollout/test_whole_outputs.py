@@ -98,7 +98,7 @@ async def test_a_replay_reports_the_first_difference_in_the_full_output(hermes, 
     runner.close()
 
 
-def test_the_flag_from_rollout_to_replay(tokenizer_dir, tmp_path, monkeypatch):
+def test_the_flags_from_rollout_to_replay(tokenizer_dir, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     save_file({"x": np.ones(1, np.float32)}, folder / "model.safetensors")
@@ -126,7 +126,12 @@ def test_the_flag_from_rollout_to_replay(tokenizer_dir, tmp_path, monkeypatch):
     assert len(list(recording.outputs.folder.iterdir())) == 2
     t = next(read_episodes(tmp_path / "run"))
     assert [u.info.get("new_segment") for u in t.turns] == ["the context policy", "the context policy", None]
-    assert main(["replay", str(tmp_path / "run"), "--live-tools", "--workers", "1"]) == 0
+    replay = ["replay", str(tmp_path / "run"), "--workers", "1", "--live-tools"]
+    assert main(replay) == 0
+    assert main([*replay, "page"]) == 0
+    assert main([*replay, "page", "pages"]) == 2
+    refused = "--live-tools pages: none of the episodes calls a tool of this name; did you mean 'page'?"
+    assert refused in capsys.readouterr().err
 
 
 def forgetful(view):

@@ -77,7 +77,8 @@ def test_search_r1_on_its_own_data_with_a_search_server(model, says, server, tmp
     assert main([*words, "--rollout-shuffle", "false", "--min-group-size", "1"]) == 0
 
     made = list(read_episodes(tmp_path / "run/episodes"))
-    assert server.requests == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}] * 4
+    asked = [{"queries": ["capital of France"], "topk": 3, "return_scores": True}] * 4
+    assert server.requests == [{"queries": ["ready"], "topk": 1, "return_scores": True}, *asked]
     assert {t.task.id: t.task.label for t in made} == {"train_0": ["Paris"], "dev_7": HOTPOT["golden_answers"]}
     assert [t.rewards["em"] for t in made] == [1.0, 0.0, 1.0, 1.0]
     assert [t.score for t in made] == [1.0, 0.0, 1.0, 1.0], "F1 is reported and weighs nothing"
@@ -87,6 +88,21 @@ def test_search_r1_on_its_own_data_with_a_search_server(model, says, server, tmp
         (segment,) = t.segments
         assert f"</search>\n<information>{passage}</information>\n<answer>" in decode(segment.ids)
         assert [decode(s.ids) for s in segment.spans if s.provenance is OBSERVATION] == [passage]
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval", "train"])
+def test_a_search_server_that_is_down_is_asked_before_the_run_begins(
+    model, says, tmp_path, capsys, monkeypatch, command
+):
+    says(["<answer>Paris</answer>"])
+    monkeypatch.setattr("agentrl.run.components.Components.require_trainable", lambda self: None)
+    data = write_rows(tmp_path / "nq.jsonl", NQ)
+    words = [command, "--env", "search_r1", "--model", model, "--prompt-data", data, "--run", "run"]
+    assert main([*words, "--env-arg", "retriever=http", "--env-arg", "url=http://127.0.0.1:9/retrieve"]) == 2
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:9/retrieve: the retrieval server failed: ConnectError" in error
+    assert "start the server" in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("command", ["eval", "train"])
@@ -107,7 +123,7 @@ def test_the_examples_command_for_your_data_evaluates(model, says, server, tmp_p
         return
     assert main(["eval", *words, "--run", "run"]) == 0
     assert (summary(tmp_path / "run")["eval_questions"], summary(tmp_path / "run")["eval_em_last"]) == (2, 1.0)
-    assert len(server.requests) == 2
+    assert [r["queries"] for r in server.requests] == [["ready"], ["Seine"], ["Seine"]]
 
 
 # -- eval --------------------------------------------------------------------------------------------------------------
