@@ -9,7 +9,8 @@ from agentrl.errors import EngineFailure
 
 
 def rank(number, **checksums):
-    return {"checksums": checksums, "parallelism_info": {"tp_rank": number}}
+    """As SGLang 0.5.23 reports it."""
+    return {"checksums": checksums, "parallelism_info": [{"role": "target", "tp_rank": number}]}
 
 
 async def checksums_of(server):
@@ -27,6 +28,8 @@ async def test_the_parameters_of_every_rank_are_named_by_it():
     ranks = [rank(1, norm="1", qkv="2"), rank(0, norm="1", qkv="3")]
     found = {"rank 0: norm": "1", "rank 0: qkv": "3", "rank 1: norm": "1", "rank 1: qkv": "2"}
     assert await checksums_of(Double(tp_size=2, ranks=ranks)) == (("mix", 2), found)
+    plain = [r | {"parallelism_info": r["parallelism_info"][0]} for r in ranks]  # without a list
+    assert await checksums_of(Double(tp_size=2, ranks=plain)) == (("mix", 2), found)
     assert await checksums_of(Double(ranks=ranks[1:], device="cpu")) == (("sha256", 1), {"norm": "1", "qkv": "3"})
 
 

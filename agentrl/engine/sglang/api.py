@@ -183,9 +183,14 @@ class ServerApi:
             if size == 1:
                 checksums = ranks[0].get("checksums")
                 return dict(checksums) if checksums else None
-            by_rank = {int(rank["parallelism_info"]["tp_rank"]): rank["checksums"] for rank in ranks}
+            by_rank = {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in ranks}
         if sorted(by_rank) != list(range(size)) or len(ranks) != size:
             raise malformed(
                 f"{self.address}/weights_checker", f"checksums of the ranks {sorted(by_rank)}, expected {size}"
             )
         return {f"rank {rank}: {name}": value for rank, sums in by_rank.items() for name, value in sums.items()}
+
+
+def _tensor_rank(place: Any) -> int:
+    """The tensor-parallel rank in a `parallelism_info` of /weights_checker: since 0.5.23 a list with an entry for each model of the rank."""
+    return int((place[0] if isinstance(place, list) else place)["tp_rank"])
