@@ -4,6 +4,8 @@ speculative decoding calls; everything else has a fallback in PyTorch. So every 
 
 from typing import Any
 
+import torch
+
 __version__ = "0.0.0"
 
 
@@ -15,3 +17,15 @@ def __getattr__(name: str) -> Any:
         raise NotImplementedError(f"sgl_kernel.{name} is not there on this CPU")
 
     return missing
+
+
+class _NoCuda:
+    """The buffer of routed experts is registered as pinned memory, also where there is no GPU to copy from it."""
+
+    @staticmethod
+    def cudaHostRegister(*_: Any) -> int:
+        return 0
+
+
+if not torch.cuda.is_available():
+    torch.cuda.cudart = _NoCuda
