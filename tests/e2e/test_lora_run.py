@@ -7,8 +7,11 @@ import shutil
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
+from safetensors.torch import load_file, save_file
+
 from agentrl.cli.main import main
 from agentrl.core.weights_fingerprint import fingerprint
+from agentrl.run.model_folder import ASSETS
 
 pytestmark = pytest.mark.full
 WORDS = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-interval", "0", "--tensorboard", "false"]
@@ -25,8 +28,11 @@ async def agentrl(*words):
 
 async def test_a_resumed_run_of_adapters_ends_with_the_weights_of_one_that_was_not_interrupted(tmp_path, capsys):
     """The reference is the base without a second model; what a later run starts from is what the engine then serves."""
-    run, again, further = (tmp_path / name for name in ("run", "again", "further"))
+    run, again, further, model = (tmp_path / name for name in ("run", "again", "further", "model"))
+    shutil.copytree(ASSETS / "search_r1_3m", model)
     words = [
+        "--hf-checkpoint",
+        str(model),
         "--lora-rank",
         "4",
         "--num-rollout",
@@ -50,17 +56,28 @@ async def test_a_resumed_run_of_adapters_ends_with_the_weights_of_one_that_was_n
         assert fingerprint(again / folder) == fingerprint(run / folder)
 
     assert (
-        await agentrl("train", *WORDS, "--num-rollout", "1", "--lora-adapter-path", run / "adapter", "--run", further)
+        await agentrl(
+            "train",
+            *WORDS,
+            "--num-rollout",
+            "1",
+            "--lora-adapter-path",
+            run / "adapter",
+            "--hf-checkpoint",
+            model,
+            "--run",
+            further,
+        )
         == 0
     )
     (first,) = metrics_of(further)
     assert first["train/rollout_log_prob_diff_max"] < 1e-3, "the engine has the adapters from the first rollout on"
     assert fingerprint(further / "hf") != fingerprint(run / "hf")
 
-    model = json.loads((again / "checkpoints/000003/trainer/model.json").read_text())
-    model["lora"]["base"] = "0" * 32
-    for checkpoint in (again / "checkpoints").iterdir():
-        (checkpoint / "trainer/model.json").write_text(json.dumps(model))
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, file, {"format": "pt"})
     capsys.readouterr()
     assert await agentrl("train", "--resume", again, "--num-rollout", "4") == 2
     assert "holds adapters of another base" in capsys.readouterr().err
