@@ -1,11 +1,11 @@
 """Jobs on a machine that lacks something end with one sentence; what they wrote stays good, and `--resume` continues bit-equal."""
 
+import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +15,6 @@ from run_state import equal
 
 from agentrl.store import Recording
 
-RECORDED = Path(__file__).parents[1] / "recorded/run"
 PLAYED = (
     "--env search_r1 --rollout-batch-size 2 --n-samples-per-prompt 2 --seed 5 --eval-interval 0 --eval-limit 2 --max-turns 2 --tensorboard false "
     "--rollout-max-response-len 60 --concurrency 4 --threads 1"
@@ -56,7 +55,7 @@ def whole(tmp_path_factory):
 
 LIMITS = {
     "metrics and episodes": (SIZE, 1500, "File too large"),
-    "checkpoint": (SIZE, 100_000, "File too large"),
+    "checkpoint": (SIZE, 100_000, "a file could not be written whole"),
     "descriptors of a rank": (FILES, 48, "Too many open files"),
 }
 
@@ -81,12 +80,14 @@ def test_training_continues_bit_equal_once_the_machine_has_what_it_lacked(tmp_pa
     [
         (["rollout", *PLAYED, "--num-rollout", 2], (SIZE, 1500), "File too large"),
         (["eval", *PLAYED], (SIZE, 1500), "File too large"),
-        (["sft", RECORDED, "--model", RECORDED.parent / "model"], (SIZE, 20_000), "File too large"),
+        (["sft", "talks.jsonl", "--model", "search_r1_3m", "--threads", 1], (SIZE, 20_000), "File too large"),
         (["rollout", *PLAYED, "--num-rollout", 1], (FILES, 12), "Too many open files"),
     ],
     ids=["rollout", "eval", "sft", "rollout without descriptors"],
 )
 def test_a_job_ends_with_one_sentence_and_its_record_can_be_read(tmp_path, words, limit, message):
+    talk = {"messages": [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes it is"}]}
+    (tmp_path / "talks.jsonl").write_text(8 * (json.dumps(talk) + "\n"))
     status, err = run(tmp_path, [*words, "--run", "run"], *limit)
     assert status == 1
     assert message in one_sentence(err, words[0])

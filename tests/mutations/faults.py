@@ -565,7 +565,7 @@ FAULTS = (
         "run/components.py",
         'return RestartingTrainer(start, run_dir / "trainer") if self.config.run.use_fault_tolerance else start()',
         "return start()",
-        "run/test_fault_tolerance.py::test_ranks_that_die_change_nothing_in_a_run",
+        "run/test_fault_tolerance.py::test_the_setting_decides_whether_dead_ranks_are_started_again",
     ),
     Fault(
         "optimizer steps since the checkpoint are not repeated",

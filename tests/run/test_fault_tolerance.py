@@ -10,9 +10,12 @@ from test_async_training import Trainer, play, trained  # noqa: F401  play is a 
 
 from agentrl.cli import train_command
 from agentrl.cli.main import main
+from agentrl.config import build_config
 from agentrl.errors import NonFiniteError, WorkerError
 from agentrl.run import training
+from agentrl.run.components import Components
 from agentrl.run.train_only import train_only
+from agentrl.train.megatron import trainer as megatron
 from agentrl.train.restarting import RestartingTrainer
 
 SYNC = {"schedule": "sync", "async_buffer_size": None, "consumption_window": None, "use_tis": False}
@@ -72,6 +75,17 @@ def test_without_the_setting_a_rank_that_dies_ends_the_run(play):  # noqa: F811
 
     with pytest.raises(WorkerError, match="SIGKILL"):
         play(trainer=Ranks(), **SYNC)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_setting_decides_whether_dead_ranks_are_started_again(tmp_path, monkeypatch, given):
+    monkeypatch.setattr(megatron, "MegatronTrainer", lambda *_, **options: Mortal())
+    components = Components(
+        build_config({"env": "search_r1", "hf_checkpoint": "search_r1_3m", "use_fault_tolerance": given})
+    )
+    trainer = components.trainer(tmp_path, reference=False)
+    components.close()
+    assert isinstance(trainer, RestartingTrainer) == given
 
 
 # -- the command line ----------------------------------------------------------------------------------------------------
