@@ -71,8 +71,12 @@ def make_nodes(config: Config, run: Path) -> Nodes | None:
     """The machines of the trainer's ranks, of which this is node 0; None: this one alone. Nobody has joined yet.
 
     Raises:
-        ConfigError: the address of this machine is missing or cannot be used.
+        ConfigError: this is not node 0, or its address is missing or cannot be used.
     """
+    if (number := node_rank(config)) > 0:
+        raise ConfigError(
+            f"this is node {number} of a run on several machines, which only has trainer ranks; start `agentrl train` with --node-rank here"
+        )
     train, disk = config.train, config.engine.update_weight_disk_dir
     shared = [Path(disk)] if disk else []
     if config.engine.ray_address is not None:

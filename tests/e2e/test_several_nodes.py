@@ -58,6 +58,7 @@ def test_the_same_command_on_two_nodes(one, tmp_path):
 def cluster(monkeypatch):
     """A head without CPUs and three nodes of one CPU each: two for the ranks, and a spare one."""
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise 15: on a busy machine such ranks get no time
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 

@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from agentrl.engine.base import SamplingParams
 from agentrl.engine.sglang.installation import Installation
 from agentrl.engine.sglang.plan import make_fleet, plan_servers
 from agentrl.errors import ConfigError
+from agentrl.train.megatron.nodes import Nodes
+from agentrl.train.megatron.ray_nodes import RayRanks, check_ranks
 
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
@@ -147,6 +150,36 @@ def test_more_servers_than_the_cluster_has_room_for_are_refused_before_any_start
         plan(settings[0], rollout_num_gpus=3)
     with pytest.raises(ConfigError, match=r"^2 engines and 1 trainer ranks need 3 CPUs; the ray cluster"):
         plan(settings[0], rollout_num_gpus=2, trains=True)
+
+
+def test_more_ranks_than_the_cluster_has_room_for_are_refused_before_any_starts(cluster):
+    check_ranks(cluster.address, 2, 1)
+    with pytest.raises(
+        ConfigError,
+        match=r"^the trainer needs 1 × 2 CPUs, each 2 on one machine .* have 1 × 0 CPUs, 0 GPUs; 2 × 1 CPUs",
+    ):
+        check_ranks(cluster.address, 1, 2)
+    with pytest.raises(ConfigError, match=r"^the trainer needs 3 × 1 CPUs"):
+        check_ranks(cluster.address, 3, 1)
+
+
+@pytest.mark.full
+def test_each_rank_has_an_agent_on_another_node_and_gives_its_room_back(cluster, tmp_path):
+    ranks = RayRanks(cluster.address, 2, 1)
+    nodes = Nodes(
+        range(2), ranks_per_node=1, host=ranks.address, call=ranks.start_agents, advice=ranks.why, release=ranks.release
+    )
+    try:
+        places = nodes.places(MODEL, tmp_path, lambda number: True)
+        assert [place.local_rank for place in places] == [0, 0]
+        assert len(set(nodes_of_servers())) == 2
+        assert places[0].rendezvous()[0] == ranks.address
+    finally:
+        nodes.close()
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU") != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_cluster_whose_room_others_hold_is_refused_with_what_is_free(settings, monkeypatch, tmp_path):

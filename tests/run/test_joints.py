@@ -645,7 +645,7 @@ CASES = [
     Case("eval_limit", 2, eval_questions, 2, EVALUATED),
     Case("eval_limit", 2, eval_questions, 2, EVALUATED | {"eval_prompt_data": ["held", "MODEL/tasks.jsonl"]}),
     Case("data_source_path", "ENV:Noting", told_results, [[0, 1], [2, 3]]),
-    Case("data_source_path", "ENV:Reversed", lambda s: index_of(s.asked()[0]) // 2, 1),
+    Case("data_source_path", "ENV:Reversed", lambda s: index_of(s.asked()[0]) // 2, 1, {"concurrency": 1}),
     # schedule
     Case("schedule", "async", schedule_of("slot"), [0, 1, 2, 3]),
     Case("schedule", "one_step_off", schedule_of("staleness"), [0, 0, 1, 1]),

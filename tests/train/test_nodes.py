@@ -277,8 +277,14 @@ def test_ranks_on_several_nodes_need_a_folder_for_weights(tmp_path):
         machines.require_weights_folder(settings(tmp_path, update_weight_disk_dir=None))
 
 
+def test_another_node_does_not_run_the_loop(tmp_path):
+    with pytest.raises(ConfigError, match="this is node 1 of a run on several machines, which only has trainer ranks"):
+        machines.make_nodes(settings(tmp_path, node_rank=1, master_addr="127.0.0.1"), tmp_path)
+
+
 def test_node_0_needs_an_address_that_this_machine_has(tmp_path, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("NODE_RANK", "0")
     with pytest.raises(
         ConfigError, match="--actor-num-nodes 2 needs --master-addr, or the environment variable MASTER_ADDR"
     ):
@@ -292,6 +298,7 @@ def test_a_node_joins_by_the_file_in_the_run_folder_and_ends_with_the_run(cluste
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
     given = {"master_addr": "127.0.0.2", "master_port": port} if by == "flags" else {}
+    monkeypatch.setenv("NODE_RANK", "0")
     if by == "environment":
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -329,7 +336,7 @@ def test_a_node_without_its_node_0_gives_up_in_time(tmp_path):
 
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_a_node_whose_node_0_dies_ends_or_waits_for_it_to_start_again(cluster, tmp_path, tolerant):
-    config = settings(tmp_path, master_addr="127.0.0.1", use_fault_tolerance=tolerant)
+    config = settings(tmp_path, master_addr="127.0.0.1", use_fault_tolerance=tolerant, node_rank=0)
     run, ended = tmp_path / "run", []
     run.mkdir()
 

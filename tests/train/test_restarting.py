@@ -40,6 +40,7 @@ class Machine:
     drift: float = 0.0
     """how much the weights differ between two starts"""
     started: int = 0
+    copies: int = 1
 
     def start(self):
         self.enter("start")
@@ -65,6 +66,7 @@ class FakeRanks:
 
     def __init__(self, machine: Machine, weights: float):
         self.machine, self.weights, self.loaded, self.closed = machine, weights, True, False
+        self.copies = machine.copies
 
     def enter(self, command):
         if self.closed:
@@ -250,6 +252,16 @@ def test_a_trainer_that_is_closed_is_not_started_again(tmp_path):
     with pytest.raises(WorkerError, match="stopped"):
         trainer.log_probs([])
     assert machine.started == 1
+
+
+def test_ranks_that_start_on_fewer_machines_have_fewer_copies(tmp_path):
+    machine = Machine(fails={"log_probs": [1]})
+    trainer = RestartingTrainer(machine.start, tmp_path, backoff_s=0.0)
+    assert trainer.copies == 1
+    machine.copies = 2
+    trainer.log_probs(rows_of(1.0))
+    assert (trainer.restarts, trainer.copies) == (1, 2)
+    trainer.close()
 
 
 # -- genuine ranks -------------------------------------------------------------------------------------------------------

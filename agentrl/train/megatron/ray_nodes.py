@@ -6,6 +6,7 @@ is used.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def check_ranks(address: str, nodes: int, ranks_per_node: int) -> None:
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in alive]
     if sum(room // ranks_per_node for room in rooms) < nodes:
         name = "GPU" if "GPU" in bundle else "CPU"
-        has = "; ".join(listed(node) for node in alive)
+        has = "; ".join(f"{number} × {text}" for text, number in sorted(Counter(map(listed, alive)).items()))
         raise ConfigError(
             f"the trainer needs {nodes} × {ranks_per_node} {name}s, each {ranks_per_node} on one machine (--actor-num-nodes × "
             f"--actor-num-gpus-per-node); the machines of the ray cluster at {address} have {has}"
