@@ -175,6 +175,18 @@ def test_a_node_that_does_not_come_back_is_left_out_where_the_ranks_still_divide
     assert len(ask(cluster.pool(lambda ranks: ranks == 5))) == 5, "it is asked for again at each start"
 
 
+def test_a_lost_node_is_called_again_while_the_ranks_wait(cluster, monkeypatch):
+    monkeypatch.setattr(nodes, "RECALL_S", 0.1)
+    cluster.start(rejoin_s=20.0)
+    ask(cluster.pool())
+    cluster.lose(1)
+    cluster.away = {1}
+    timer = threading.Timer(0.3, cluster.away.clear)  # the first call finds nobody
+    timer.start()
+    assert len(ask(cluster.pool())) == 5
+    timer.join()
+
+
 def test_a_node_that_never_joins_is_named_with_what_to_do(cluster):
     cluster.away = {2}
     cluster.start(join_s=0.2)

@@ -10,6 +10,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -26,8 +27,10 @@ from agentrl.train.megatron.rank_place import RankPlace, ThisMachine
 logger = logging.getLogger(__name__)
 JOIN_S = 600.0
 """how long the nodes of a run may take to join it"""
-REJOIN_S = 120.0
+REJOIN_S = 300.0
 """how long the ranks wait for nodes that were lost, before they start on those that are left"""
+RECALL_S = 5.0
+"""how often lost nodes are called again: an agent may have been started where its machine was about to end"""
 REQUEST_S = 30.0
 """a node that does not answer for this long is lost"""
 
@@ -248,8 +251,17 @@ class Nodes:
             self._call(missing, self._controller)
             if again:
                 logger.warning("the ranks wait %g s for %s to come back", limit_s, _listed(missing))
+        deadline = time.monotonic() + limit_s
+
+        def absent() -> list[int]:
+            return [] if self._closed else [n for n in missing if n not in self._nodes]
+
+        while absent() and (left_s := deadline - time.monotonic()) > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: not absent(), min(left_s, RECALL_S))
+            if again and (lost := absent()):
+                self._call(lost, self._controller)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or all(n in self._nodes for n in missing), limit_s)
             if self._closed:
                 raise WorkerError("the trainer was closed")
             missing = [n for n in self._numbers if n not in self._nodes]

@@ -55,14 +55,14 @@ class RayRanks:
         return str(ray.util.get_node_ip_address())
 
     def start_agents(self, numbers: Sequence[int], controller: Controller) -> None:
-        """Start the actors of these ranks, in place of those before; they wait while their room is not there."""
+        """Start the actors of these ranks, unless they are there; they wait while their room is not there."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = bundle_of(1)
         for number in numbers:
-            if number in self._actors:
-                ray.kill(self._actors.pop(number))
+            if number in self._served and not ray.wait([self._served[number]], timeout=0)[0]:
+                continue
             node, index = divmod(number, self._ranks_per_node)
             place = PlacementGroupSchedulingStrategy(
                 placement_group=self._groups[node], placement_group_bundle_index=index
