@@ -62,6 +62,11 @@ class Node:
     changed: Mapping[int, Message] | None = None
     """of a generation: the messages before it that its request wrote in another way than the path, by their place; None: none"""
 
+    @property
+    def written(self) -> Message:
+        """The message, as the policy wrote it if it did."""
+        return self.turn.message if self.turn else self.message
+
     def upwards(self) -> Iterator[Node]:
         """The nodes from this one to the first message."""
         node = self
@@ -84,13 +89,13 @@ class Written(Sequence[Message]):
         return self._node.length
 
     def __reversed__(self) -> Iterator[Message]:
-        return (node.turn.message if node.turn else node.message for node in self._node.upwards())
+        return (node.written for node in self._node.upwards())
 
     def __iter__(self) -> Iterator[Message]:
         return iter([*reversed(self)][::-1])
 
     def __getitem__(self, index: Any) -> Any:
-        return next(reversed(self)) if index == -1 else [*self][index]
+        return self._node.written if index == -1 and self._node.length else [*self][index]
 
 
 class Match(NamedTuple):

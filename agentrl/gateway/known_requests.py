@@ -55,9 +55,7 @@ class KnownRequests:
         if not isinstance(given, list) or not given:
             return Conversation(list(normal_messages(given)), [])
         raw = _raw(given)
-        begin, known = max(
-            ((first_difference(k.raw, raw), k) for k in reversed(self._known)), default=(0, None), key=_first
-        )
+        begin, known = max(((_common(k.raw, raw), k) for k in reversed(self._known)), default=(0, None), key=_first)
         earlier = Conversation([], []) if known is None else known.conversation
         messages, paths = earlier.messages[:begin], earlier.paths[:begin]
         if begin < len(given):
@@ -73,6 +71,11 @@ class KnownRequests:
         self._known.append(_Known(raw, conversation))
         del self._known[:-_MAX_CONVERSATIONS]
         return conversation
+
+
+def _common(before: list[bytes], now: list[bytes]) -> int:
+    """How many messages two requests have in common, from the first on."""
+    return len(before) if before == now[: len(before)] else first_difference(before, now)
 
 
 def _raw(given: Sequence[Any]) -> list[bytes]:

@@ -106,11 +106,11 @@ async def storm(renderer, seconds, concurrent):
         while time.monotonic() < end:
             index = next(numbers)
             t = await runner.run(EpisodeSpec(Task(str(index), "x"), index, index))
-            check_episode(t, engine.by_session.pop(t.episode_id), Faulty.received.pop(t.task.id))
+            check_episode(t, engine.by_session.pop(t.episode_id, []), Faulty.received.pop(t.task.id))
             engine.given.clear()
             engine.requests.clear()
             engine.released.clear()
-            engine.turns.pop(t.episode_id)
+            engine.turns.pop(t.episode_id, None)
             spans = [s for g in t.segments for s in g.spans if s.log_probs is not None]
             counts.update(
                 episodes=1, turns=len(t.turns), segments=len(t.segments), sampled=sum(len(s.ids) for s in spans)
