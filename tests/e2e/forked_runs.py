@@ -14,13 +14,12 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from power_loss import Recorder
 
-from agentrl.core.child_process import POLL_S, exit_now, process_exists
+from agentrl.core.child_process import POLL_S, exit_now, how_it_ended, process_exists
 
 LIMIT_S = 1200.0
 EVENTS = {
@@ -38,25 +37,25 @@ EVENTS = {
 
 
 class ForkedRank:
-    """As much of a Popen as RankPool needs. The rank is a child of the template of ranks, which reaps it."""
+    """A `RankProcess`. The rank is a child of the template of ranks, which reaps it."""
 
-    def __init__(self, pid):
-        self.pid = pid
+    def __init__(self, pid, connection):
+        self.pid, self.connection = pid, connection
 
-    @property
-    def returncode(self):
-        return None if process_exists(self.pid) else -int(signal.SIGKILL)
-
-    def poll(self):
-        return self.returncode
-
-    def wait(self, timeout=None):
-        deadline = time.monotonic() + (60 if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("rank", timeout)
+    def ended(self, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while process_exists(self.pid):
+            if time.monotonic() >= deadline:
+                return None
             time.sleep(0.005)
-        return self.returncode
+        return how_it_ended(-int(signal.SIGKILL))
+
+    def kill(self):
+        for kill in (os.kill, os.killpg):  # it may not lead its group yet
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+        if self.ended(60) is None:
+            raise TimeoutError(f"rank {self.pid} does not end")
 
 
 class RankTemplate:
@@ -71,15 +70,14 @@ class RankTemplate:
         theirs.close()
 
     def fork_ranks(self, count, log):
-        """Ranks that wait for their first command, with our ends of their sockets; called once by each run."""
-        ranks, connections = [], []
+        """Ranks that wait for their first command; called once by each run."""
+        ranks = []
         for _ in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
                 socket.send_fds(self.socket, [json.dumps([os.getpid(), log]).encode()], [theirs.fileno()])
-            ranks.append(ForkedRank(int(self.socket.recv(32))))
-            connections.append(Connection(ours.detach()))
-        return ranks, connections
+            ranks.append(ForkedRank(int(self.socket.recv(32)), Connection(ours.detach())))
+        return ranks
 
     def serve(self, requests):
         from agentrl.train.megatron import cpu_shim
@@ -118,19 +116,17 @@ def exit_without(parent):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def use_ranks(ranks, connections):
+def use_ranks(ranks):
     """Have the run's RankPool take these ranks instead of starting some."""
-    from agentrl.train.megatron.rank_pool import RankPool
+    from agentrl.train.megatron.rank_place import ThisMachine
 
-    waiting = list(zip(ranks, connections, strict=True))
+    waiting = list(ranks)
 
-    def start(self, log, env):
+    def start(self, rank, log, threads):
         log.touch()
-        rank, connection = waiting.pop(0)
-        self.processes.append(rank)
-        self.connections.append(connection)
+        return waiting.pop(0)
 
-    RankPool._start = start
+    ThisMachine.start = start
 
 
 class Killer:
@@ -204,8 +200,8 @@ def run(job, template):
         os.dup2(source, target)
     from agentrl.cli.main import main
 
-    ranks, connections = template.fork_ranks(job["ranks"], job["output"])
-    use_ranks(ranks, connections)
+    ranks = template.fork_ranks(job["ranks"], job["output"])
+    use_ranks(ranks)
     killer = Killer(job["kill"], ranks)
     status = 70
     try:

@@ -184,7 +184,9 @@ def test_a_resumed_run_continues_bit_exactly(tmp_path, rank_stock, settings, wor
         marks = [trainer.export_weights(tmp_path / "saved").fingerprint]
         metrics = [numbers(trainer, rows, lr) for lr in (1e-2, 5e-3, 2e-3)]
         complete()
-        assert not any(children_of(rank.pid) for rank in trainer.pool.processes), "a rank starts no process to save"
+        assert not any(children_of(rank.process.pid) for rank in trainer.pool.processes), (
+            "a rank starts no process to save"
+        )
         marks.append(trainer.export_weights(tmp_path / "went-on").fingerprint)
         assert marks[0] != marks[1]
         trainer.offload()  # nothing where there is no GPU
