@@ -299,8 +299,8 @@ def test_a_notebook_trains_resumes_and_gets_the_weights_of_one_whole_run(tmp_pat
         train.format(1, "part"),
         "await run_training(Settings(env=Guess, reward=length, num_rollout=2), resume='part', echo=lambda line: None)",
     ]
-    folder = str(Path(__file__).parent)
-    code = f"import asyncio, sys; sys.path.insert(0, {folder!r}); from test_python_api import kernel; asyncio.run(kernel({cells!r}))"
+    folders = [str(Path(__file__).parent), *sys.path]
+    code = f"import asyncio, sys; sys.path[:0] = {folders!r}; from test_python_api import kernel; asyncio.run(kernel({cells!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )
