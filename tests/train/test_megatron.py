@@ -247,7 +247,7 @@ def not_finite(trainer, rows, tmp_path):
 
 def hung(trainer, rows):
     """A rank that does not answer in time is a WorkerError, and all are stopped."""
-    processes = list(trainer.pool.processes)
+    processes = [rank.process for rank in trainer.pool.processes]
     os.kill(processes[0].pid, signal.SIGSTOP)
     trainer.timeout_s = 1.0
     with pytest.raises(WorkerError, match="did not answer within 1 s"):
@@ -262,7 +262,7 @@ def test_a_rank_killed_during_a_step_is_named_soon(tmp_path):
     model = make_model(tmp_path / "model")
     rows = make_rows(model) * 300
     with start(model, tmp_path, world_size=2, micro_batch_tokens=1) as trainer:
-        processes, killed = list(trainer.pool.processes), []
+        processes, killed = [rank.process for rank in trainer.pool.processes], []
 
         def kill() -> None:
             time.sleep(1.0)
@@ -297,7 +297,7 @@ def test_workers_end_when_the_controller_is_killed(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from agentrl.train.megatron.trainer import MegatronTrainer as T\n"
         f"t = T(Path({str(model)!r}), run_dir=Path({str(tmp_path)!r}), world_size=2, threads=1)\n"
-        "print(*[p.pid for p in t.pool.processes], flush=True); time.sleep(600)"
+        "print(*[p.process.pid for p in t.pool.processes], flush=True); time.sleep(600)"
     )
     controller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(p) for p in read_line(controller).split()]
