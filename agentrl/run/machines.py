@@ -119,9 +119,10 @@ def gpus_of_trainer(config: Config) -> int:
     Raises:
         ConfigError: the ray cluster of --ray-address has too little for them.
     """
-    address, per_node = config.engine.ray_address, ranks_per_node(config)
+    address = config.engine.ray_address
     if address is None:
         return len(gpus())
+    per_node = ranks_per_node(config)
     from agentrl.train.megatron.ray_nodes import check_ranks, has_gpus
 
     check_ranks(address, config.train.actor_num_nodes, per_node)

@@ -271,7 +271,7 @@ def test_a_model_config_without_a_key_of_the_shape(here, model, capsys):
 
 
 def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
-    monkeypatch.setattr("agentrl.run.components.gpus", lambda: [(80_000, 80_000)])
+    monkeypatch.setattr("agentrl.run.machines.gpus", lambda: [(80_000, 80_000)])
     words = [*EXAMPLE, "--model", str(model), "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node"]
     for ranks in ("2", "none"):
         assert "needs 2 GPUs, one for each rank; this machine has 1" in refused(capsys, "train", *words, ranks)

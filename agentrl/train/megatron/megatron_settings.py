@@ -142,9 +142,12 @@ def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
     """(number of ranks, ranks of one data-parallel copy). `requested`: number of ranks; None: one copy.
 
     Raises:
-        ConfigError: the ranks do not divide into whole copies.
+        ConfigError: a size is not positive, or the ranks do not divide into whole copies.
     """
     tensor, pipeline, context = (settings.get(f"{name}_size", 1) for name in _PARALLEL)
+    if min(tensor, pipeline, context) < 1:
+        sizes = " × ".join(map(str, (tensor, pipeline, context)))
+        raise ConfigError(f"tensor × pipeline × context parallel sizes must be at least 1, found {sizes}")
     copy = tensor * pipeline * context
     expert = settings.get("expert_model_parallel_size", 1) * settings.get("expert_tensor_parallel_size", tensor)
     ranks = requested or math.lcm(copy, expert * pipeline)
