@@ -80,6 +80,11 @@ async def run_rollouts(settings: Settings, *, echo: Echo = print_now) -> Path:
 
     Raises:
         UsageError: something cannot work; raised before anything starts.
+
+    Example:
+        >>> from agentrl import Settings, run_rollouts
+        >>> async def main():
+        ...     return await run_rollouts(Settings(env="search_r1", model="search_r1_3m", num_rollout=1))
     """
     from agentrl.run.resolve import resolve_played
     from agentrl.run.rollouts import rollout_only
@@ -99,6 +104,11 @@ async def run_evaluation(settings: Settings, *, echo: Echo = print_now) -> dict[
 
     Raises:
         UsageError: something cannot work; raised before anything starts.
+
+    Example:
+        >>> from agentrl import Settings, run_evaluation
+        >>> async def main():
+        ...     return (await run_evaluation(Settings(env="search_r1", model="search_r1_3m")))["reward"]
     """
     from agentrl.run.evaluation import evaluate_only
     from agentrl.run.resolve import resolve_played
@@ -122,6 +132,11 @@ async def run_sft(
 
     Raises:
         UsageError: something cannot work; raised before anything starts.
+
+    Example:
+        >>> from agentrl import Settings, run_sft
+        >>> async def main():
+        ...     return await run_sft("chats.jsonl", Settings(model="path/to/model"))
     """
     from agentrl.run.resolve import resolve_trained
     from agentrl.run.sft import sft

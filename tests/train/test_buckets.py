@@ -10,7 +10,7 @@ import sys
 import torch
 
 from agentrl.train.megatron.delivery.buckets import buckets, serialise
-from agentrl.train.megatron.delivery.server_checksums import server_checksums
+from agentrl.train.megatron.delivery.server_checksums import ServerLayout, server_checksums
 
 ALLOWED = {
     ("types", "SimpleNamespace"),
@@ -110,7 +110,7 @@ def test_checksums_are_those_of_sglangs_joined_parameters():
     t = {layer + n: torch.randn(4, 3) for n in names}
     t |= {"model.embed_tokens.weight": torch.randn(70, 3), "model.norm.weight": torch.randn(3)}
     q, k, v, gate, up = (t[layer + n] for n in names)
-    assert server_checksums(reversed(t.items()), 70, "sha256") == {
+    assert server_checksums(reversed(t.items()), ServerLayout(vocab_size=70), "sha256") == {
         layer + "self_attn.qkv_proj.weight": digest(q, k, v),
         layer + "mlp.gate_up_proj.weight": digest(gate, up),
         "model.embed_tokens.weight": digest(t["model.embed_tokens.weight"], zeros=58 * 12),
