@@ -245,9 +245,9 @@ def _origins(module: ModuleType) -> set[Path]:
 def _forget_namesakes(folder: Path) -> None:
     """Let code in `folder` import its own modules, although code in another folder has imported others of the same names."""
     for name, module in list(sys.modules.items()):
-        others = {f for f in _origins(module) if f in _code_folders} if "." not in name else set()
+        origins = _origins(module) if "." not in name else set()
         beside = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-        if others and folder not in others and beside and not name.startswith(USER_MODULE):
+        if origins & _code_folders and folder not in origins and beside and not name.startswith(USER_MODULE):
             logger.warning(
                 "%s: imports its own %s; %s, imported before, stays with the code that imported it, but imports inside functions get the new one",
                 folder,

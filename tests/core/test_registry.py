@@ -1,5 +1,6 @@
 """Resolution of names, 'module:Object' and files, and the errors of names that cannot be resolved."""
 
+import importlib
 import importlib.util
 import sys
 from importlib.metadata import EntryPoint
@@ -240,6 +241,14 @@ class TestSeveralFiles:
         one, two = folder("one"), folder("two", helper="VALUE = 6")
         assert [ENVS.resolve(f"{made}/my_env.py").value for made in (one, two)] == [1, 6]
         assert f"{two}: imports its own helper" in caplog.text
+
+    def test_a_module_of_the_folder_itself_stays_the_one_that_it_is(self, folder, monkeypatch):
+        made = folder()
+        monkeypatch.setattr(registry_module, "_code_folders", {made.parent})
+        monkeypatch.syspath_prepend(str(made))
+        helper = importlib.import_module("helper")
+        assert ENVS.resolve(f"{made}/my_env.py").value == 1
+        assert sys.modules["helper"] is helper
 
     def test_a_file_that_fails_is_forgotten_with_its_neighbours(self, folder):
         made = folder(helper="VALUE = 1 / 0")

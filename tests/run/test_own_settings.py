@@ -157,6 +157,7 @@ def test_token_ids_that_mean_something_else_in_the_model_are_refused(
 FLAGS_OF_SFT = {
     "rollout_max_context_len": "300", "threads": "1", "lr": "0.5", "lr_warmup_rollouts": "1", "lr_decay_style": "linear",
     "calculate_per_token_loss": "true", "max_tokens_per_gpu": "512", "tree_packing": "false", "actor_num_gpus_per_node": "1",
+    "actor_num_nodes": "1",
 }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ class Cluster:
     def __init__(self, model, run):
         self.model, self.run, self.away = model, run, set()
         self.agents, self.threads, self.nodes, self.ended = {}, [], None, {}
-        self.pools = []
+        self.pools, self.serving = [], {}
 
     def call(self, missing, controller):
         for number in set(missing) - self.away:
@@ -91,6 +91,7 @@ class Cluster:
             thread = threading.Thread(target=lambda n=number, a=agent: self.ended.update({n: a.serve()}), daemon=True)
             thread.start()
             self.threads.append(thread)
+            self.serving[number] = thread
 
     def start(self, numbers=(1, 2), **options):
         options = {"ranks_per_node": 2, "local_ranks": 1, "join_s": 20.0, "rejoin_s": 0.3, **options}
@@ -105,9 +106,10 @@ class Cluster:
         return self.pools[-1]
 
     def lose(self, number):
-        """The agent's machine disappears."""
-        self.agents[number]._connection.close()
-        self.agents.pop(number)
+        """The agent's machine disappears, with its ranks."""
+        disconnect(self.agents.pop(number)._connection)
+        self.serving[number].join(20)
+        assert not self.serving[number].is_alive()
 
     def close(self):
         for pool in self.pools:
@@ -117,6 +119,12 @@ class Cluster:
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
+
+
+def disconnect(connection):
+    """Ends a connection that a thread waits on, which closing it here would not."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def ask(pool):
@@ -363,8 +371,8 @@ def test_a_node_whose_node_0_dies_ends_or_waits_for_it_to_start_again(cluster, t
     cluster.nodes = machines.make_nodes(config, run)
     cluster.pool().close()
     (lost,) = cluster.nodes._nodes.values()
-    lost._connection.close()  # as the death of node 0 does
-    cluster.nodes._listener.close()
+    cluster.nodes._listener.shutdown(socket.SHUT_RDWR)  # as the death of node 0 does
+    disconnect(lost._connection)
     if tolerant:
         cluster.nodes = machines.make_nodes(config, run)
         pool = cluster.pool()

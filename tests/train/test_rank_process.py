@@ -84,9 +84,10 @@ from pathlib import Path
 from agentrl.core.ports import free_port
 from agentrl.train.megatron.rank_pool import RankSetup
 from agentrl.train.megatron.rank_process import join_process_group
-off = dict(reference=False, tree_packing=True, critic=False, true_on_policy=False)
+off = dict(reference=False, tree_packing=True, critic=False, lora=None, true_on_policy=False)
 join_process_group(RankSetup(
-    model=Path("m"), megatron={}, dtype="float32", **off, seed=0, threads=1, rank=0, world=1, port=free_port(), timeout_s=45.0
+    model=Path("m"), megatron={}, dtype="float32", **off, seed=0, threads=1, rank=0, local_rank=0, world=1, host="127.0.0.1",
+    port=free_port(), timeout_s=45.0
 ))
 import torch
 from megatron.core import parallel_state as p
