@@ -31,13 +31,15 @@ class RewardServer:
         await self._runner.cleanup()
 
     async def _answer(self, request):
-        self.requests.append(await request.json())
+        asked = await request.json()
+        self.requests.append(asked)
+        number = len(self.requests)
         self.headers.append(dict(request.headers))
         self.times.append(time.perf_counter())
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
-        status, value, headers = self.handler(len(self.requests), self.requests[-1])
+        status, value, headers = self.handler(number, asked)
         self.running -= 1
         text = value if isinstance(value, str) else json.dumps(value)
         return web.Response(status=status, text=text, headers=headers)
