@@ -17,7 +17,7 @@ from agentrl.config.settings.env import DataSettings, EnvSettings, GatewaySettin
 from agentrl.config.settings.evaluation import EvalSettings
 from agentrl.config.settings.rollout import EngineSettings, RolloutSettings, ScheduleSettings
 from agentrl.config.settings.run import ModelSettings, RunSettings
-from agentrl.config.settings.train import SftSettings, TrainSettings
+from agentrl.config.settings.train import LoraSettings, SftSettings, TrainSettings
 from agentrl.env import Env
 from agentrl.errors import ConfigError, suggest
 from agentrl.reward import Reward
@@ -36,6 +36,7 @@ class Settings(
     EngineSettings,
     GatewaySettings,
     TrainSettings,
+    LoraSettings,
     EvalSettings,
     SftSettings,
 ):

@@ -44,12 +44,11 @@ class ExpertsFolder:
         self.folder = folder
 
     def write(self, trajectory: Trajectory) -> None:
-        """Write those of an episode that the folder does not hold yet."""
+        """Write those of an episode."""
         for segment in trajectory.segments:
             if segment.routed_experts is not None:
-                file = experts_file(self.folder, segment.routed_experts.sha256)
-                if not file.exists():
-                    _write_once(file, zstandard.ZstdCompressor().compress(segment.routed_experts.content))
+                compressed = zstandard.ZstdCompressor().compress(segment.routed_experts.content)
+                _write_once(experts_file(self.folder, segment.routed_experts.sha256), compressed)
 
 
 def experts_file(folder: Path, sha256: str) -> Path:

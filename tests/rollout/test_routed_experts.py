@@ -165,6 +165,10 @@ async def test_a_missing_or_damaged_file_is_one_sentence(tags, tmp_path):
         file.write_bytes(wrong)
         with pytest.raises(StoreError, match="routed experts"):
             experts_of(t).array()
+    writer = EpisodeWriter(tmp_path)
+    writer.write(groups[0].trajectories[0])  # as a resumed run does, after a power loss left the file so
+    writer.close()
+    assert file.read_bytes() == content
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import functools
+import inspect
 import itertools
 import json
 import pydoc
@@ -219,6 +220,13 @@ def test_help_explains_every_setting():
         summary = (setting(name).description or "").split("\n\n")[0]
         assert f"- `{name}` (" in shown
         assert " ".join(summary.split()) in shown
+
+
+def test_every_setting_is_an_attribute_and_a_parameter():
+    settings = Settings(lora_rank=8)
+    assert settings.lora_rank == 8
+    assert not [name for name in FIELDS if not hasattr(settings, name)]
+    assert {*FIELDS} <= {*inspect.signature(Settings).parameters}
 
 
 @pytest.mark.full
