@@ -40,17 +40,15 @@ def one(tmp_path_factory):
     return run
 
 
-def test_the_same_command_on_two_nodes(one, tmp_path):
+def two_nodes(tmp_path):
+    """The flags of a run with a rank on each of two nodes."""
     (tmp_path / "weights").mkdir()
-    words = [
-        "--actor-num-nodes",
-        "2",
-        "--actor-num-gpus-per-node",
-        "1",
-        "--update-weight-disk-dir",
-        str(tmp_path / "weights"),
-    ]
-    command = [*AGENTRL, "--run", str(tmp_path / "two"), *words]
+    sizes = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"]
+    return [*sizes, "--update-weight-disk-dir", str(tmp_path / "weights")]
+
+
+def test_the_same_command_on_two_nodes(one, tmp_path):
+    command = [*AGENTRL, "--run", str(tmp_path / "two"), *two_nodes(tmp_path)]
     other = subprocess.Popen(command, env={**os.environ, "NODE_RANK": "1"}, stdout=subprocess.PIPE, text=True)
     environment = {**os.environ, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     first = subprocess.run(command, env=environment, timeout=600, capture_output=True, text=True, check=False)
@@ -83,16 +81,8 @@ def cluster(monkeypatch):
 
 
 def on_ray(cluster, tmp_path, *more):
-    (tmp_path / "weights").mkdir()
-    words = [
-        "--actor-num-nodes",
-        "2",
-        "--actor-num-gpus-per-node",
-        "1",
-        "--update-weight-disk-dir",
-        str(tmp_path / "weights"),
-    ]
-    return [*AGENTRL, "--run", str(tmp_path / "ray"), "--ray-address", cluster.address, *words, *more]
+    run = [*AGENTRL, "--run", str(tmp_path / "ray"), "--ray-address", cluster.address]
+    return [*run, *two_nodes(tmp_path), *more]
 
 
 def test_ranks_on_the_nodes_of_a_ray_cluster(one, cluster, tmp_path):

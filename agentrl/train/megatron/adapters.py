@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from agentrl.core.seeds import derive_seed
 from agentrl.train.megatron.families import Conversion
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, WeightLayout, named_tensors
-from agentrl.train.megatron.lora import PREFIX, WEIGHTS, Lora, adapted, is_adapter, tensor_shapes
+from agentrl.train.megatron.lora import PREFIX, WEIGHTS, Lora, adapted, is_adapter, target_name, tensor_shapes
 from agentrl.train.megatron.model_config import ModelConfig
 
 
@@ -58,7 +58,7 @@ class Adapter(nn.Module):
     def __init__(self, linear: Any, convert: Conversion, lora: Lora, layout: WeightLayout) -> None:
         super().__init__()
         outputs, inputs = linear.weight.shape
-        names = [name.removesuffix(".weight").rpartition(".")[2] for name in convert.names]
+        names = map(target_name, convert.names)
         self._sizes = dict(zip(names, _divided(outputs, convert.kind, layout), strict=True))
         """output channels of each matrix of the layer, adapted or not"""
         self.enabled = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,7 +72,7 @@ def is_adapter(name: str) -> bool:
 
 def adapted(convert: Conversion, targets: Sequence[str]) -> list[str]:
     """The targets among the matrices that a megatron weight consists of, in their order; empty if it can have no adapter."""
-    names = [_target(name) for name in convert.names] if convert.kind in _KINDS else []
+    names = [target_name(name) for name in convert.names] if convert.kind in _KINDS else []
     return [name for name in names if name in targets]
 
 
@@ -80,14 +81,15 @@ def adapter_conversions(table: Mapping[str, Conversion], targets: Sequence[str])
     found = {}
     for name, convert in table.items():
         for target in adapted(convert, targets):
-            module = next(n for n in convert.names if _target(n) == target).removesuffix(".weight")
+            module = next(n for n in convert.names if target_name(n) == target).removesuffix(".weight")
             for (part, peft), kind in zip(_PARTS.items(), _KINDS[convert.kind], strict=True):
                 own = f"{name.removesuffix('.weight')}{_MARK}{target}.{part}"
                 found[own] = Conversion(kind, (f"{PREFIX}{module}.{peft}.weight",))
     return found
 
 
-def _target(name: str) -> str:
+def target_name(name: str) -> str:
+    """The name of a matrix among the targets, from that of its weight."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -111,7 +113,7 @@ def tensor_shapes(model: ModelConfig, rank: int, targets: Sequence[str]) -> dict
     shapes = {}
     for convert in adapter_conversions(conversions(model), targets).values():
         module, _, part = convert.names[0].removesuffix(".weight").rpartition(".")
-        out, inputs = channels[_target(module)]
+        out, inputs = channels[target_name(module)]
         shapes[convert.names[0]] = (rank, inputs) if part == "lora_A" else (out, rank)
     return shapes
 
@@ -126,19 +128,12 @@ def describe(folder: Path, model: ModelConfig, lora: Lora) -> str:
     total = 0
     for file in weight_files(folder):
         with safe_open(file, framework="np") as handle:
-            total += sum(_size(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118, it is not iterable
+            total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118, it is not iterable
     start = "" if lora.start is None else f", from {lora.start}"
     return (
         f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {' '.join(lora.targets)}{start}: "
         f"{trained_parameters(model, lora):,} parameters are trained, {total:,} are frozen"
     )
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 # -- what is refused before a rank starts --------------------------------------------------------------------------------
@@ -204,7 +199,7 @@ def _targets(names: Sequence[str], model: ModelConfig, where: str) -> tuple[str,
 def _of_folder(settings: LoraSettings, adapter: Path, folder: Path, model: ModelConfig) -> Lora:
     config = _read_config(adapter)
     shapes, metadata = _read_shapes(adapter)
-    names = {_target(name.removesuffix(".weight").rpartition(".")[0]) for name in shapes}
+    names = {target_name(name.removesuffix(".weight").rpartition(".")[0]) for name in shapes}
     targets = _targets(
         [n for n in _channels(model) if n in names] or sorted(names), model, f"{adapter}: target_modules"
     )

@@ -144,10 +144,7 @@ def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
     Raises:
         ConfigError: a size is not positive, or the ranks do not divide into whole copies.
     """
-    tensor, pipeline, context = (settings.get(f"{name}_size", 1) for name in _PARALLEL)
-    if min(tensor, pipeline, context) < 1:
-        sizes = " × ".join(map(str, (tensor, pipeline, context)))
-        raise ConfigError(f"tensor × pipeline × context parallel sizes must be at least 1, found {sizes}")
+    tensor, pipeline, context = _parallel_sizes(settings)
     copy = tensor * pipeline * context
     expert = settings.get("expert_model_parallel_size", 1) * settings.get("expert_tensor_parallel_size", tensor)
     ranks = requested or math.lcm(copy, expert * pipeline)
@@ -157,6 +154,20 @@ def rank_counts(settings: Settings, requested: int | None) -> tuple[int, int]:
                 f"--actor-num-gpus-per-node: {ranks} ranks are not a multiple of {name} parallel size = {size}"
             )
     return ranks, copy
+
+
+def _parallel_sizes(settings: Settings) -> tuple[int, int, int]:
+    """Tensor, pipeline and context parallel size.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+    tensor, pipeline, context = (settings.get(f"{name}_size", 1) for name in _PARALLEL)
+    if min(tensor, pipeline) < 1:
+        raise ConfigError(f"tensor and pipeline model parallel sizes must be at least 1, found {tensor} and {pipeline}")
+    if context < 1:
+        raise ConfigError(f"context_parallel_size must be at least 1, found {context}")
+    return tensor, pipeline, context
 
 
 def can_have(settings: Settings, ranks: int) -> bool:
@@ -294,9 +305,7 @@ def _check_type(spec: FlagSpec, value: Any) -> None:
 
 
 def _check_parallel(settings: Settings, model: ModelConfig) -> None:
-    tensor, pipeline = (settings.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
-    if min(tensor, pipeline) < 1:
-        raise ConfigError(f"tensor and pipeline model parallel sizes must be at least 1, found {tensor} and {pipeline}")
+    tensor, pipeline, _ = _parallel_sizes(settings)
     shape = model.transformer
     for name, count in (
         ("key-value heads", shape["num_query_groups"]),
@@ -307,8 +316,6 @@ def _check_parallel(settings: Settings, model: ModelConfig) -> None:
     layers = shape["num_layers"]
     if layers % pipeline and not any(settings.get(name) for name in _UNEVEN_STAGES):
         raise ConfigError(f"pipeline_model_parallel_size {pipeline} does not divide the model's {layers} layers")
-    if (context := settings.get("context_parallel_size", 1)) < 1:
-        raise ConfigError(f"context_parallel_size must be at least 1, found {context}")
     if settings.get("virtual_pipeline_model_parallel_size"):
         raise ConfigError(
             "virtual_pipeline_model_parallel_size is not supported: interleaved pipelines compute wrong numbers over gloo"
