@@ -54,7 +54,7 @@ class Namespaces:
     )
 
     def __init__(self, *, as_root: bool = True) -> None:
-        """`as_root`: as root, use its rights instead of a user namespace."""
+        """`as_root`: as root, use its rights instead of a user namespace, in which the kernel would not limit the number of root's processes."""
         self.as_root = as_root
 
     def command(self, limits: SandboxLimits, folder: Path, *, packages: bool) -> list[str]:
