@@ -96,6 +96,7 @@ def start_rank(args: argparse.Namespace) -> Any:
         dtype="bfloat16" if gpu else "float32",
         reference=False,
         critic=False,
+        lora=None,
         true_on_policy=False,
         tree_packing=True,
         seed=0,
