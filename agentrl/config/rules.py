@@ -336,10 +336,6 @@ def _check_ray(config: Config) -> None:
         raise ConfigError(
             f"{flag} reaches servers on this machine only; with --ray-address use --weight-sync disk, its default"
         )
-    if config.rollout.runner_processes > 1:
-        raise ConfigError(
-            "--runner-processes does not follow servers that move between the nodes of --ray-address; leave one of them out"
-        )
     if "port" in config.sglang:
         raise ConfigError("--sglang-port is not used with --ray-address: each server takes a free port of its node")
 

@@ -1,4 +1,4 @@
-"""Messages between two processes of agentrl over a socket pair.
+"""Messages between two processes of agentrl over a socket.
 
 A message is a header (kind, request number, length) and a payload, usually a pickle. Either side sees the other's death as end of file.
 """
@@ -19,7 +19,7 @@ class MessageKind(IntEnum):
     """The first byte of a message."""
 
     OPEN = 0
-    """a rollout begins, with these settings; answered when its runner is ready"""
+    """a rollout begins, with these settings and servers; answered when its runner is ready"""
     RUN = 1
     """play this episode"""
     CANCEL = 2
@@ -32,6 +32,8 @@ class MessageKind(IntEnum):
     """the exception that a request raised"""
     NOTICE = 6
     """a runner's notice, or None as a heartbeat; not an answer"""
+    SERVERS = 7
+    """the servers of the rollout are at these addresses now; not answered"""
 
 
 class Channel:

@@ -42,7 +42,7 @@ def bundle_of(gpus: int) -> dict[str, float]:
     """What a process with `gpus` GPUs takes of a node: these, and a CPU. A cluster without GPUs runs it on a CPU."""
     import ray
 
-    return {"CPU": 1.0, **({"GPU": float(gpus)} if ray.cluster_resources().get("GPU") else {})}
+    return {"CPU": 1.0, **({"GPU": float(gpus)} if gpus and ray.cluster_resources().get("GPU") else {})}
 
 
 def reserve(bundle: Mapping[str, float], number: int, strategy: str) -> Any:
@@ -61,6 +61,14 @@ def reserve(bundle: Mapping[str, float], number: int, strategy: str) -> Any:
             f"available now: {listed(ray.available_resources())}"
         )
     return group
+
+
+def options_of(group: Any, index: int, bundle: Mapping[str, float]) -> dict[str, Any]:
+    """The options of an actor that takes bundle `index` of a placement group; it waits while no node has the bundle."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
 
 
 def release(group: Any) -> None:

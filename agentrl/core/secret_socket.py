@@ -7,12 +7,21 @@ proves. What follows is neither encrypted nor signed: it belongs on a private ne
 from __future__ import annotations
 
 import hmac
+import logging
 import os
+import platform
+import secrets
 import socket
 import struct
+import threading
+from collections.abc import Callable
+from importlib import metadata
 from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from agentrl.errors import WorkerError
+
+logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 """limit of each part of a proof"""
@@ -22,6 +31,58 @@ _SIZE = 32
 _LISTENS, _DIALS = b"agentrl listens", b"agentrl dials"
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4, socket.TCP_USER_TIMEOUT: 60_000}
 """a machine that disappeared is noticed within these seconds (the last in ms)"""
+_PACKAGES = ("agentrl", "torch", "megatron-core")
+
+
+class Controller(NamedTuple):
+    """Where the controller of a run listens."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Listener:
+    """Admits processes that know the run's secret, which is drawn here.
+
+    Args:
+        host: an address of this machine.
+        port: 0: any.
+        admit: called with a peer's first message, its connection and its host, in a thread for each peer.
+    """
+
+    def __init__(self, host: str, port: int, admit: Callable[[Any, Connection, str], None]) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        self._admit = admit
+        self._socket = socket.create_server((host, port), backlog=128)
+        self.controller = Controller(host, self._socket.getsockname()[1], secrets.token_bytes(_SIZE))
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._receive_hello, args=(sock,), daemon=True).start()
+
+    def _receive_hello(self, sock: socket.socket) -> None:
+        try:
+            peer = sock.getpeername()[0]
+            connection = accept(sock, self.controller.secret)
+            hello = connection.recv()
+        except (OSError, EOFError, WorkerError) as e:
+            logger.warning("a connection to port %d was refused: %s", self.controller.port, e)
+            return
+        self._admit(hello, connection, peer)
+
+    def close(self) -> None:
+        """Admit nobody any more; idempotent."""
+        self._socket.close()
 
 
 def dial(host: str, port: int, secret: bytes) -> Connection:
@@ -61,6 +122,17 @@ def accept(sock: socket.socket, secret: bytes) -> Connection:
         return _connection(sock)
     finally:
         sock.close()
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be equal in all processes of a run, of what is installed."""
+    installed = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
 
 
 def limit_stalls(sock: socket.socket) -> None:

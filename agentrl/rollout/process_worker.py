@@ -7,7 +7,7 @@ import pickle
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.core.child_process import exit_with_parent
 from agentrl.core.message_channel import Channel, MessageKind
-from agentrl.engine.base import Engine
+from agentrl.engine.sglang.fleet import Fleet
 from agentrl.errors import AgentRLError, UsageError, WorkerError
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.mixed_runner import MixedRunner
@@ -31,15 +31,21 @@ _NO_TASK = Task("", "")
 """replaces the task in a trajectory; the controller has it"""
 
 Notify = Callable[[Any], None]
-RunnerFactory = Callable[[], Callable[[Any, Notify], tuple[EpisodeRunner | MixedRunner, Engine]]]
-"""Called once in each process. It returns a function that creates the runner of one rollout, and its engine, from the rollout's settings and
-a callback that sends a notice to the controller. The worker starts and closes the engine. Factory and settings must be picklable."""
+RunnerFactory = Callable[[], Callable[[Any, Sequence[str], Notify], tuple[EpisodeRunner | MixedRunner, Fleet]]]
+"""Called once in each process. It returns a function that creates the runner of one rollout, and the fleet that is attached to the controller's
+servers, from the rollout's settings, the servers' addresses, and a callback that sends a notice to the controller. The worker starts and closes
+the fleet. Factory and settings must be picklable."""
 
 
 def serve(factory: RunnerFactory, sock: socket.socket, controller: int) -> None:
     """Run the process, a child of the process `controller`."""
     exit_with_parent(controller, ORPHAN_GRACE_S)
     signal.signal(signal.SIGINT, lambda *_: None)  # the controller handles Ctrl-C and then closes the socket
+    play(factory, sock)
+
+
+def play(factory: RunnerFactory, sock: socket.socket) -> None:
+    """Play episodes until the controller closes the socket."""
     with infrequent_gc:
         asyncio.run(_serve(factory, sock))
 
@@ -63,7 +69,7 @@ class ProcessWorker:
         self.channel = channel
         self.make_runner = factory()
         self.runner: EpisodeRunner | MixedRunner | None = None
-        self.engine: Engine | None = None
+        self.fleet: Fleet | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
         """episodes by request number"""
 
@@ -85,6 +91,9 @@ class ProcessWorker:
             elif kind is MessageKind.CANCEL:
                 if number in self.running:
                     self.running[number].cancel()
+            elif kind is MessageKind.SERVERS:
+                if self.fleet is not None:
+                    await self.fleet.follow(pickle.loads(payload))
             else:
                 await self.answer(number, self.open(payload) if kind is MessageKind.OPEN else self.close())
 
@@ -99,9 +108,10 @@ class ProcessWorker:
             await self.channel.drain()
 
     async def open(self, payload: bytes) -> None:
-        """Create the rollout's runner and start its engine."""
-        self.runner, self.engine = self.make_runner(pickle.loads(payload), self.notify)
-        await self.engine.start()
+        """Create the rollout's runner and attach to its servers."""
+        settings, servers = pickle.loads(payload)
+        self.runner, self.fleet = self.make_runner(settings, servers, self.notify)
+        await self.fleet.start()
 
     async def run(self, payload: bytes) -> Trajectory:
         """Play an episode."""
@@ -109,15 +119,15 @@ class ProcessWorker:
         return replace(await self.runner.run(pickle.loads(payload)), task=_NO_TASK)
 
     async def close(self) -> None:
-        """Cancel all episodes, then close the engine and the runner."""
-        runner, engine = self.runner, self.engine
-        self.runner = self.engine = None
+        """Cancel all episodes, then close the fleet and the runner."""
+        runner, fleet = self.runner, self.fleet
+        self.runner = self.fleet = None
         for task in self.running.values():
             task.cancel()
         if self.running:
             await asyncio.wait(list(self.running.values()))
-        if engine is not None:
-            await engine.close()
+        if fleet is not None:
+            await fleet.close()
         if runner is not None:
             runner.close()
 

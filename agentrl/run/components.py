@@ -28,7 +28,7 @@ from agentrl.rollout.branching import BranchRule, several_roles
 from agentrl.rollout.env_instance import EnvInstance, ThreadPools
 from agentrl.rollout.episode import EpisodeRunner, Limits
 from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
-from agentrl.rollout.process_pool import ProcessPool
+from agentrl.rollout.process_pool import ProcessPlace, ProcessPool, ThisMachine
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.machines import gpus_of_trainer, make_nodes, ranks_per_node
@@ -313,21 +313,36 @@ class Components:
         return (*rewards, slime_reward(function, args, self.tokenizer.decode, group=env.group_rm))
 
     def runner_processes(self, engine: Engine) -> ProcessPool | None:
-        """The processes of `--runner-processes`, attached to the engine's servers; None if episodes run in this process."""
+        """The processes of `--runner-processes`, attached to the engine's servers; None if episodes run in this process.
+
+        Raises:
+            ConfigError: the ray cluster of --ray-address does not reserve room for them.
+        """
         from agentrl.engine.sglang.fleet import Fleet
 
-        count = self.config.rollout.runner_processes
+        count, address = self.config.rollout.runner_processes, self.config.engine.ray_address
         if count == 1 or not isinstance(engine, Fleet):
             return None
-        addresses = tuple(member.engine.address for member in engine.members)
-        servers = EngineSettings(engine="sglang", rollout_external_engine_addrs=addresses)
         model = replace(self.config.model, hf_checkpoint=str(self.folder))
-        config = replace(self.config, engine=servers, sglang={}, model=model)
+        # they attach to the servers that they are told, and start none
+        config = replace(self.config, engine=EngineSettings(), sglang={}, model=model)
         from agentrl.run.runner_maker import runner_maker
 
-        factory = functools.partial(runner_maker, config)
-        scorer = MixedScorer({env: c.scorer for env, c in self.envs.items()}) if self.envs else self.scorer
-        return ProcessPool(factory, count, scorer, on_notice=lambda down: engine.suspect(*down))
+        place: ProcessPlace = ThisMachine()
+        if address is not None:
+            from agentrl.rollout.ray_processes import RayProcesses
+
+            place = RayProcesses(address, count)
+        pool = ProcessPool(
+            functools.partial(runner_maker, config),
+            count,
+            MixedScorer({env: c.scorer for env, c in self.envs.items()}) if self.envs else self.scorer,
+            servers=lambda: [member.engine.address for member in engine.members],
+            on_notice=lambda down: engine.suspect(*down),
+            place=place,
+        )
+        engine.on_moved = pool.servers_moved
+        return pool
 
     def engine(self, run_dir: Path | None = None) -> Engine:
         """The engine of `--engine`, not started. The logs of servers go into `run_dir`."""

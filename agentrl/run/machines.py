@@ -14,11 +14,12 @@ from pathlib import Path
 
 from agentrl.config import Config, TrainSettings
 from agentrl.core.atomic_write import new_file
+from agentrl.core.secret_socket import Controller
 from agentrl.engine.sglang.installation import gpus
 from agentrl.errors import ConfigError, WorkerError
 from agentrl.run.run_log import Echo
 from agentrl.train.megatron.megatron_settings import rank_counts
-from agentrl.train.megatron.node_agent import Controller, NodeAgent
+from agentrl.train.megatron.node_agent import NodeAgent
 from agentrl.train.megatron.nodes import JOIN_S, Nodes
 
 FILE = "nodes.json"

@@ -7,6 +7,7 @@ import time
 
 import orjson
 import pytest
+from ray_clusters import started
 from run_state import state
 
 pytestmark = pytest.mark.full
@@ -63,21 +64,11 @@ def test_the_same_command_on_two_nodes(one, tmp_path):
 
 
 @pytest.fixture
-def cluster(monkeypatch):
-    """A head without CPUs and three nodes of one CPU each: two for the ranks, and a spare one."""
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise 15: on a busy machine such ranks get no time
+def cluster():
+    """Two nodes for the ranks, and a spare one."""
     pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    try:
-        cluster.add_node(num_cpus=0, include_dashboard=False)
-        for _ in range(3):
-            cluster.add_node(num_cpus=1)
+    with started([1, 1, 1]) as cluster:
         yield cluster
-    finally:
-        cluster.shutdown()
 
 
 def on_ray(cluster, tmp_path, *more):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from doubles import until, weights
+from ray_clusters import started
 
 from agentrl.config import build_config
 from agentrl.core import ray_cluster
@@ -22,7 +23,6 @@ from agentrl.errors import ConfigError
 from agentrl.train.megatron.nodes import Nodes
 from agentrl.train.megatron.ray_nodes import RayRanks, check_ranks
 
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
@@ -44,26 +44,9 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def cluster():
     """A head without CPUs and two nodes of one CPU each, one server's worth."""
-    cluster = _start_cluster()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
-def _start_cluster(attempts=3):
-    """Try again: a busy machine may exceed the time in which a node must start."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    try:
-        cluster.add_node(num_cpus=0, include_dashboard=False)
-        cluster.nodes_of_one_cpu = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    except Exception as e:
-        cluster.shutdown()
-        if attempts == 1 or "timed out during startup" not in str(e):
-            raise
-        return _start_cluster(attempts - 1)
-    return cluster
+    with started([1, 1]) as cluster:
+        yield cluster
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -132,17 +115,19 @@ async def test_a_server_whose_node_dies_starts_on_another_node_with_the_current_
         manifest = weights(tmp_path / "w")
         await fleet.update_weights(manifest, 2)
         fleet.recovery = lambda engine: _restore(engine, manifest, 2)
+        moved = []
+        fleet.on_moved = lambda: moved.append(fleet.members[0].engine.address)
         before = fleet.members[0].engine.address
         (holder,) = nodes_of_servers()
-        (node,) = [n for n in cluster.nodes_of_one_cpu if n.node_id == holder]
+        (node,) = [n for n in cluster.worker_nodes if n.node_id == holder]
         await asyncio.to_thread(cluster.remove_node, node)
-        cluster.nodes_of_one_cpu.remove(node)
         await until(lambda: fleet.members[0].restarts >= 1 and fleet.members[0].state == "ready", within_s=90)
         assert fleet.members[0].engine.address != before
         assert (await fleet.generate([1], FIVE, session="a")).policy_version == 2
+        assert moved == [fleet.members[0].engine.address], "runner processes are told"
     finally:
         await fleet.close()
-        cluster.nodes_of_one_cpu.append(cluster.add_node(num_cpus=1))
+        cluster.add_node(num_cpus=1)
 
 
 def test_more_servers_than_the_cluster_has_room_for_are_refused_before_any_starts(settings):
@@ -150,6 +135,10 @@ def test_more_servers_than_the_cluster_has_room_for_are_refused_before_any_start
         plan(settings[0], rollout_num_gpus=3)
     with pytest.raises(ConfigError, match=r"^2 engines and 1 trainer ranks need 3 CPUs; the ray cluster"):
         plan(settings[0], rollout_num_gpus=2, trains=True)
+    with pytest.raises(ConfigError, match=r"^1 engines and 2 runner processes need 3 CPUs; the ray cluster"):
+        plan(settings[0], runner_processes=2)
+    with pytest.raises(ConfigError, match=r"^3 runner processes need 3 CPUs; the ray cluster"):
+        plan(settings[0], runner_processes=3, rollout_external_engine_addrs=["127.0.0.1:1"])
 
 
 def test_more_ranks_than_the_cluster_has_room_for_are_refused_before_any_starts(cluster):
@@ -223,7 +212,6 @@ def test_without_ray_the_error_has_the_pip_line(monkeypatch):
     [
         ({"colocate": True}, "--colocate reaches servers on this machine only"),
         ({"weight_sync": "split"}, "--weight-sync split reaches servers on this machine only"),
-        ({"runner_processes": 2}, "--runner-processes does not follow servers that move"),
         ({"sglang": {"port": 30000}}, "--sglang-port is not used with --ray-address"),
         ({"node_rank": 1}, "--node-rank has no effect with --ray-address, which finds the nodes"),
     ],

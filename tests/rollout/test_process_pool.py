@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import zlib
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import pytest
 from aiohttp import web
 from doubles import until
+from ray_clusters import started
 from sglang_double import Double
 
 from agentrl.config import build_config
@@ -22,6 +24,7 @@ from agentrl.core.child_process import session_members
 from agentrl.engine.sglang import router
 from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
 from agentrl.rollout import process_pool as runners
+from agentrl.rollout import ray_processes
 from agentrl.run.components import Components
 from agentrl.run.evaluation import evaluate_only
 from agentrl.run.progress import Progress
@@ -350,3 +353,110 @@ async def test_an_evaluation_runs_in_several_processes(settings):
 def test_an_engine_in_this_process_is_refused():
     with pytest.raises(ConfigError, match=r"--runner-processes needs --engine sglang .*local"):
         build_config({"engine": "local", "runner_processes": 2})
+
+
+# -- servers that move -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_processes_follow_a_server_that_starts_at_another_address(settings, servers, tokenizer):
+    """In the middle of a rollout, after which the second is played there from the beginning."""
+    for server in servers:
+        server.going.clear()
+    play = EpisodeRun(Components(settings("moved", 2, max_retries=3), trains=False), echo=lambda text: None)
+    moved = await Server(answer=script(tokenizer)).start()
+    try:
+        await play.engine.start()
+        rollout = asyncio.create_task(play.rollout(0))
+        await until(lambda: all(any(len(b["input_ids"]) > 2 for b in s.bodies) for s in servers))
+        gone, member = servers[0], play.engine.members[0]
+        await gone.stop()
+        await member.engine.move(moved.address)  # what a restart on another node does
+        await member.engine.start()
+        play.engine.on_moved()
+        servers[1].going.set()
+        first, _ = await rollout
+        second, _ = await play.rollout(1)
+    finally:
+        await asyncio.wait_for(play.close(), 60)
+        await moved.stop()
+    assert any(len(b["input_ids"]) > 2 for b in moved.bodies)
+    assert [sum(len(g.trajectories) for g in groups) for groups in (first, second)] == [12, 12]
+    done = [e["index"] for e in episodes(play.folder.path / "episodes") if e["status"] == "completed"]
+    assert sorted(done) == list(range(24)), "each once"
+
+
+# -- on the nodes of a ray cluster -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Three nodes of one CPU: for two processes, and a spare one."""
+    ray = pytest.importorskip("ray")
+    with started([1, 1, 1]) as cluster:
+        yield cluster
+        ray.shutdown()
+
+
+def on_ray(config, cluster):
+    return replace(config, engine=replace(config.engine, ray_address=cluster.address))
+
+
+def without_config(played, others):
+    """With the fingerprint of the settings of the others: they name the cluster."""
+    return [e | {"config": others[0]["config"]} for e in played]
+
+
+@pytest.mark.full
+async def test_processes_on_the_nodes_of_a_ray_cluster_play_the_same_episodes(settings, cluster):
+    import ray
+
+    here, said_here = await run(settings("here", 2))
+    there, said_there = await run(on_ray(settings("there", 2), cluster))
+    assert len(here) == 24
+    assert here == without_config(there, here)
+    assert table_of(said_here) == table_of(said_there)
+    await until(lambda: ray.available_resources().get("CPU") == 3)  # what was reserved is given back
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dies", ["actor", "node"])
+async def test_an_actor_or_a_node_that_dies_is_replaced_and_no_episode_counts_twice(
+    dies, settings, servers, cluster, tmp_path, caplog
+):
+    import ray
+
+    calm, _ = await run(settings("calm", 1))
+    for server in servers:
+        server.going.clear()
+        server.bodies.clear()
+    job = asyncio.create_task(run(on_ray(settings("hurt", 2), cluster)))
+    await until(lambda: sum(len(b["input_ids"]) > 2 for s in servers for b in s.bodies) >= 7, within_s=120)
+    first, second = (a for a in ray._private.state.actors().values() if a["State"] == "ALIVE")
+    assert first["Address"]["NodeID"] != second["Address"]["NodeID"]
+    if dies == "actor":
+        os.kill(first["Pid"], signal.SIGKILL)
+    else:
+        (node,) = [n for n in cluster.worker_nodes if n.node_id == first["Address"]["NodeID"]]
+        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+    for server in servers:
+        server.going.set()
+    done, said = await job
+    assert without_config(done, calm) == calm
+    assert "(runner process died)" in table_of(said)
+    assert "runner process" in caplog.text
+    assert "they are started again" in caplog.text
+
+
+@pytest.mark.full
+async def test_a_node_with_another_version_is_refused_with_both(settings, cluster, monkeypatch):
+    monkeypatch.setattr(ray_processes, "versions", lambda: {"agentrl": "0.0.1"})
+    with pytest.raises(WorkerError, match=r"node \d\S+ has agentrl \S+, this machine 0\.0\.1; install equal versions"):
+        await run(on_ray(settings("versions", 2), cluster))
+
+
+@pytest.mark.full
+async def test_processes_that_find_no_room_end_the_run_with_the_reason(settings, cluster, monkeypatch):
+    monkeypatch.setattr(ray_processes, "START_TIMEOUT_S", 0.01)  # no actor starts in that time
+    with pytest.raises(WorkerError, match=r"did not connect within 0\.01 s: no node has room, .* replaced 3 times"):
+        await run(on_ray(settings("room", 2), cluster))

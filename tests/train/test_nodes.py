@@ -371,7 +371,7 @@ def test_a_node_whose_node_0_dies_ends_or_waits_for_it_to_start_again(cluster, t
     cluster.nodes = machines.make_nodes(config, run)
     cluster.pool().close()
     (lost,) = cluster.nodes._nodes.values()
-    cluster.nodes._listener.shutdown(socket.SHUT_RDWR)  # as the death of node 0 does
+    cluster.nodes._listener._socket.shutdown(socket.SHUT_RDWR)  # as the death of node 0 does
     disconnect(lost._connection)
     if tolerant:
         cluster.nodes = machines.make_nodes(config, run)

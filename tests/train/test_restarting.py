@@ -304,7 +304,9 @@ def test_a_rank_that_dies_or_hangs_in_a_step_changes_no_bit(signal_name, ranks, 
     def disturb():
         pool = hurt._ranks.pool
         if signal_name == "SIGSTOP":
-            hurt._ranks.timeout_s = 5.0  # of these ranks only: those that replace them have the time that a busy machine needs
+            hurt._ranks.timeout_s = (
+                5.0  # of these ranks only: those that replace them have the time that a busy machine needs
+            )
         kill = functools.partial(os.kill, pool.processes[-1].process.pid, getattr(signal, signal_name))
         pool.connections[-1] = Disturbed(pool.connections[-1], kill)
 

@@ -77,7 +77,9 @@ class RolloutSettings:
     concurrency: Annotated[int, Field(ge=1)] = 128
     """episodes that run at the same time"""
     runner_processes: Annotated[int, Field(ge=1)] = 1
-    """processes that run episodes, if one core is too slow; needs --engine sglang"""
+    """processes that run episodes, if one core is too slow; needs --engine sglang
+
+    With --ray-address they run on the nodes of that cluster."""
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """seconds until an episode is stopped and masked"""
     max_retries: Annotated[int, Field(ge=0)] = 2
@@ -161,7 +163,7 @@ class EngineSettings:
     rollout_external_engine_addrs: Annotated[tuple[str, ...], "HOST:PORT"] = ()
     """running SGLang servers, or an sglang-router in front of them (default: start servers here)"""
     ray_address: Annotated[str | None, "auto|local|HOST:PORT"] = None
-    """ray cluster on whose nodes SGLang servers and trainer ranks start (default: this machine, without ray)
+    """ray cluster on whose nodes SGLang servers, trainer ranks and runner processes start (default: this machine, without ray)
 
     auto: the cluster that runs on this machine; local: start one here. Each node has agentrl, SGLang and the model at the same paths, and shares
     the run folder."""

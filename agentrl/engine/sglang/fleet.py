@@ -56,6 +56,8 @@ class Fleet:
         """how often members were taken out, by cause"""
         self.on_down: Callable[[str, Failure], None] | None = None
         """called with the address of each member that is taken out"""
+        self.on_moved: Callable[[], None] | None = None
+        """called when a server of ours was started at another address"""
         self._patience_s, self._start_timeout_s = patience_s, start_timeout_s
         self._sessions: dict[str, Member] = {}
         self._state_changed = asyncio.Condition()
@@ -91,6 +93,14 @@ class Fleet:
         self._attached, self.policy_version = True, policy_version
         for member in self.members:
             member.engine.policy_version = policy_version
+
+    async def follow(self, addresses: Sequence[str]) -> None:
+        """Attached: the servers of the members, in this order, are at these addresses now."""
+        for member, address in zip(self.members, addresses, strict=True):
+            before = member.engine.address
+            if address != before:
+                self._take_out(member, EngineFailure(f"the server at {before} moved to {address}", "engine: moved"))
+                await member.engine.move(address)
 
     async def close(self) -> None:
         """Stop our servers; external ones continue. Idempotent."""
@@ -365,7 +375,10 @@ class Fleet:
             return  # during an update it must stay paused; while the fleet sleeps its memory is the trainer's
         try:
             if member.state == "down":
+                before = member.engine.address
                 await member.revive(self._start_timeout_s, may_command=not self._attached)
+                if member.engine.address != before and self.on_moved is not None:
+                    self.on_moved()
                 await self._set_state(member, "stale")
             if not (
                 self._pausing or self._paused

@@ -55,13 +55,17 @@ def plan_servers(
     e = config.engine
     addresses = servers_at([_address(a) for a in e.rollout_external_engine_addrs])
     _check_sync(e, addresses, trains=trains)
-    # a generation gives up before the episode's time limit does
-    patience_s = min(ServerPlan.patience_s, config.rollout.episode_timeout_s / 2)
+    patience_s = patience_of(config)
+    ranks = trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron)
+    all_ranks = ranks * config.train.actor_num_nodes if trains else 0
+    runners = config.rollout.runner_processes if config.rollout.runner_processes > 1 else 0
     if addresses:
         if config.sglang:
             raise ConfigError(
                 "--sglang-… flags apply to servers that agentrl starts; external servers have their own: omit the flags"
             )
+        if e.ray_address is not None:
+            check_resources(e.ray_address, None, ranks=all_ranks, runners=runners)
         return ServerPlan(
             model=model, context_length=context_length, addresses=addresses, router=router, patience_s=patience_s
         )
@@ -71,7 +75,6 @@ def plan_servers(
         raise ConfigError(
             f"--rollout-num-gpus {gpu_count} is not a multiple of --rollout-num-gpus-per-engine {e.rollout_num_gpus_per_engine}"
         )
-    ranks = trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron)
     spec = LaunchSpec(
         model=model,
         dtype=config.model.dtype,
@@ -85,7 +88,7 @@ def plan_servers(
     )
     check_spec(spec, installation, here=e.ray_address is None)
     if e.ray_address is not None:
-        check_resources(e.ray_address, spec, ranks * config.train.actor_num_nodes if trains else 0)
+        check_resources(e.ray_address, spec, ranks=all_ranks, runners=runners)
     return ServerPlan(
         model=model,
         context_length=context_length,
@@ -95,6 +98,11 @@ def plan_servers(
         router=router,
         patience_s=patience_s,
     )
+
+
+def patience_of(config: Config) -> float:
+    """How long a generation waits for a ready server: it gives up before the episode's time limit does."""
+    return min(ServerPlan.patience_s, config.rollout.episode_timeout_s / 2)
 
 
 def sync_kind(e: EngineSettings) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.ports import free_port
-from agentrl.core.ray_cluster import CONNECT_S, bundle_of, connect, listed, release, reserve
+from agentrl.core.ray_cluster import CONNECT_S, bundle_of, connect, listed, options_of, release, reserve
 from agentrl.engine.sglang.installation import Installation
 from agentrl.engine.sglang.launch_spec import LaunchSpec, command_line
 from agentrl.engine.sglang.server_process import START_TIMEOUT_S, ServerProcess
@@ -164,11 +164,8 @@ class RayServers:
     def make_actor(self, number: int) -> Any:
         """A new actor in bundle `number`; it waits while no node has the bundle."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = bundle_of(self.spec.gpus_per_engine)
-        place = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=number)
-        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+        options = options_of(self.group, number, bundle_of(self.spec.gpus_per_engine))
         actor = ray.remote(ServerHost).options(**options)
         return actor.remote(self.spec, self.installation, self.logs / f"engine{number}.log")
 
@@ -181,8 +178,8 @@ class RayServers:
         release(self.group)
 
 
-def check_resources(address: str, spec: LaunchSpec, ranks: int) -> None:
-    """Refuse servers for which the cluster has too little beside `ranks` trainer ranks, however idle it is.
+def check_resources(address: str, spec: LaunchSpec | None, *, ranks: int, runners: int) -> None:
+    """Refuse servers, trainer ranks and runner processes for which the cluster has too little, however idle it is.
 
     Raises:
         ConfigError: it has too little, or does not answer.
@@ -190,11 +187,12 @@ def check_resources(address: str, spec: LaunchSpec, ranks: int) -> None:
     connect(address)
     import ray
 
-    bundle, rank, total = bundle_of(spec.gpus_per_engine), bundle_of(1), ray.cluster_resources()
+    bundle = bundle_of(1 if spec is None else spec.gpus_per_engine)
+    rank, runner, total = bundle_of(1), bundle_of(0), ray.cluster_resources()
+    engines = 0 if spec is None else spec.engines
+    kinds = {"engines": engines, "trainer ranks": ranks, "runner processes": runners}
+    wanted = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     for name, amount in bundle.items():
-        needed = amount * spec.engines + rank[name] * ranks
+        needed = amount * engines + rank[name] * ranks + runner.get(name, 0) * runners
         if total.get(name, 0) < needed:
-            beside = f" and {ranks} trainer ranks" if ranks else ""
-            raise ConfigError(
-                f"{spec.engines} engines{beside} need {needed:g} {name}s; the ray cluster at {address} has {listed(total)}"
-            )
+            raise ConfigError(f"{wanted} need {needed:g} {name}s; the ray cluster at {address} has {listed(total)}")

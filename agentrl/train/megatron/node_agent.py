@@ -7,29 +7,17 @@ with their agent, and the agent stops its ranks when the controller is gone.
 from __future__ import annotations
 
 import hashlib
-import platform
 import socket
 import traceback
 from dataclasses import dataclass
-from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.core.ports import free_port
-from agentrl.core.secret_socket import dial
+from agentrl.core.secret_socket import Controller, dial, versions
 from agentrl.engine.sglang.installation import gpus
 from agentrl.train.megatron.rank_place import LocalRank
-
-_PACKAGES = ("agentrl", "torch", "megatron-core")
-
-
-class Controller(NamedTuple):
-    """Where the controller listens."""
-
-    host: str
-    port: int
-    secret: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +118,6 @@ def folder_digest(folder: Path) -> str:
         return hashlib.sha256(repr(files).encode() + (folder / "config.json").read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def versions() -> dict[str, str]:
-    """Versions that must be equal on all nodes, of what is installed."""
-    installed = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in _PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def _own_address(connection: Connection) -> str:

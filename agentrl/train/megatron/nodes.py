@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.secret_socket import accept
+from agentrl.core.secret_socket import Controller, Listener, versions
 from agentrl.engine.sglang.installation import gpus
 from agentrl.errors import ConfigError, WorkerError
-from agentrl.train.megatron.node_agent import Controller, Hello, RankHello, folder_digest, versions
+from agentrl.train.megatron.node_agent import Hello, RankHello, folder_digest
 from agentrl.train.megatron.rank_place import RankPlace, ThisMachine
 
 logger = logging.getLogger(__name__)
@@ -163,34 +162,18 @@ class Nodes:
         self._changed = threading.Condition()
         self._closed = False
         try:
-            self._listener = socket.create_server((host, port), backlog=128)
+            self._listener = Listener(host, port, self._admit)
         except OSError as e:
             raise ConfigError(
                 f"this machine cannot listen for the other nodes at {host}:{port}: {e}; --master-addr is an address of node 0, and "
                 "--master-port a free port on it"
             ) from e
-        self._controller = Controller(host, self._listener.getsockname()[1], secrets.token_bytes(32))
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._controller = self._listener.controller
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
-
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, hello: Any, connection: Connection, peer: str) -> None:
         """Sort in a connection: a node's, or that of a rank."""
-        try:
-            peer = sock.getpeername()[0]
-            connection = accept(sock, self._controller.secret)
-            hello = connection.recv()
-        except (OSError, EOFError, WorkerError) as e:
-            logger.warning("a connection to the port of the nodes was refused: %s", e)
-            return
         with self._changed:
             if not self._closed and isinstance(hello, RankHello):
                 self._rank_connections[hello.key] = connection

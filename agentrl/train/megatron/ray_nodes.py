@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.core.ray_cluster import bundle_of, connect, listed, release, reserve
+from agentrl.core.ray_cluster import bundle_of, connect, listed, options_of, release, reserve
+from agentrl.core.secret_socket import Controller
 from agentrl.errors import ConfigError
-from agentrl.train.megatron.node_agent import Controller, NodeAgent
+from agentrl.train.megatron.node_agent import NodeAgent
 
 JOIN_S = 300.0
 """how long an actor may take to import agentrl and to join; its room is reserved before"""
@@ -57,17 +58,13 @@ class RayRanks:
     def start_agents(self, numbers: Sequence[int], controller: Controller) -> None:
         """Start the actors of these ranks, unless they are there; they wait while their room is not there."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = bundle_of(1)
         for number in numbers:
             if number in self._served and not ray.wait([self._served[number]], timeout=0)[0]:
                 continue
             node, index = divmod(number, self._ranks_per_node)
-            place = PlacementGroupSchedulingStrategy(
-                placement_group=self._groups[node], placement_group_bundle_index=index
-            )
-            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            options = options_of(self._groups[node], index, bundle)
             actor = self._actors[number] = ray.remote(AgentActor).options(**options).remote()
             self._served[number] = actor.serve.remote(controller, number)
 
