@@ -155,7 +155,8 @@ class boundary:  # noqa: N801  used as a statement: `with boundary(EnvFailure, "
         if not isinstance(error, Exception) or isinstance(error, (Failure, UsageError)):
             return
         if isinstance(error, TimeoutError):
-            raise self.failure(f"{self.where} timed out", f"{self.where}: timeout") from error
+            said = f": {redact(str(error))}" if str(error) else ""
+            raise self.failure(f"{self.where} timed out{said}", f"{self.where}: timeout") from error
         name = type(error).__name__
         file, line = place_of(error)
         raise self.failure(f"{self.where} raised {describe(error)} ({file}:{line})", f"{self.where}: {name}") from error

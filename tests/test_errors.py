@@ -64,6 +64,14 @@ def test_boundary_names_a_timeout_as_such():
     assert caught.value.cause == "env Maze.reset: timeout"
 
 
+def test_boundary_says_what_a_timeout_of_user_code_says():
+    with (
+        pytest.raises(EnvFailure, match="env run timed out: no connection to the shop"),
+        boundary(EnvFailure, "env run"),
+    ):
+        raise TimeoutError("no connection to the shop")
+
+
 @pytest.mark.parametrize("raised", [EngineAbort("given up"), ContractError("wrong type"), ConfigError("bad flag")])
 def test_boundary_lets_failures_and_usage_errors_pass(raised):
     with pytest.raises(type(raised)) as caught, boundary(EnvFailure, "env"):

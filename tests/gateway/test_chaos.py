@@ -118,7 +118,8 @@ async def storm(renderer, seconds, concurrent):
             counts.update(t.state["gateway"]["counts"])
 
     Faulty.faults.clear()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as Faulty.http:
+    patient = aiohttp.ClientTimeout(total=None)  # a client that gives up is no fault of the gateway
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patient) as Faulty.http:
         await asyncio.gather(*(worker() for _ in range(concurrent)))
         await asyncio.gather(*Faulty.late)
     assert not driver.server._sessions
@@ -131,7 +132,7 @@ async def storm(renderer, seconds, concurrent):
 
 def check_episode(t, given, received):
     """Nothing that a client received or the engine sampled for a turn is lost, and each is trained once."""
-    assert t.stop_reason in (StopReason.TERMINATED, StopReason.MAX_TURNS), (t.stop_reason, t.detail)
+    assert t.stop_reason in (StopReason.TERMINATED, StopReason.MAX_TURNS), (t.episode_id, t.stop_reason, t.detail)
     assert {str(turn.index) for turn in t.turns} >= set(received)
     assert len(received) == len(set(received))
     lost = len(given) - len(t.turns)  # of requests in flight at the end
@@ -147,6 +148,26 @@ async def test_a_storm_of_client_faults_loses_nothing_and_trains_nothing_twice(h
     assert (
         0.05 < sum(n for name, n in counts.items() if name.startswith("fault: ")) / counts["requests of agents"] < 0.2
     )
+
+
+class StarvedLoop(asyncio.SelectorEventLoop):
+    """Each of the first iterations takes half a minute, as in a process that gets no CPU."""
+
+    iterations = 0
+
+    def time(self):
+        return super().time() + 31 * min(self.iterations, 16)
+
+    def _run_once(self):
+        self.iterations += 1
+        super()._run_once()
+
+
+@pytest.mark.slow
+def test_starved_of_cpu_a_storm_loses_nothing_and_fails_no_episode(hermes):
+    with asyncio.Runner(loop_factory=StarvedLoop) as starved:
+        counts = starved.run(storm(hermes, 1, 16))
+    assert counts["episodes"] > 16
 
 
 @pytest.mark.full
