@@ -17,6 +17,7 @@ import multiprocessing as mp
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from policy import make_model, make_tokenizer
@@ -88,8 +89,13 @@ class Demonstrator:
 class RenamedSearchR1(SearchR1):
     """search_r1 with replaced names of one country."""
 
+    def __init__(self, demonstrators: dict[int, Demonstrator]) -> None:
+        """`demonstrators`: by the index of the episode. Environments get copies of tasks, so tasks cannot hold them."""
+        super().__init__()
+        self.demonstrators = demonstrators
+
     def reset(self, task: Task, *, seed: int) -> str:
-        self.demonstrator: Demonstrator = task.metadata["demonstrator"]
+        self.demonstrator = self.demonstrators[task.metadata["index"]]
         return self.demonstrator.renamed(str(task.prompt))
 
     @tool
@@ -107,7 +113,7 @@ def specs(first: int, count: int) -> Iterator[tuple[EpisodeSpec, Demonstrator]]:
         rng = random.Random(index)
         row = rng.choice(rows)
         demonstrator = Demonstrator(row, rng)
-        task = Task(row["id"], row["question"], row["golden_answers"], {"demonstrator": demonstrator})
+        task = Task(row["id"], row["question"], row["golden_answers"], {"index": index})
         yield EpisodeSpec(task, index, index), demonstrator
 
 
@@ -131,13 +137,15 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
     writer = EpisodeWriter(out)
     for start in range(first, first + count, chunk):
         batch = list(specs(start, min(chunk, first + count - start)))
-        demonstrators = {spec.episode_id: demonstrator for spec, demonstrator in batch}
+        by_session = {spec.episode_id: demonstrator for spec, demonstrator in batch}
+        by_index = {spec.index: demonstrator for spec, demonstrator in batch}
 
-        def script(request: ScriptedRequest, by_id: dict[str, Demonstrator] = demonstrators) -> str:
+        def script(request: ScriptedRequest, by_id: dict[str, Demonstrator] = by_session) -> str:
             return by_id[request.session].write()
 
         engine = ScriptedEngine(script, encode=tokenizer.encode, decode=tokenizer.decode, demonstration=True)
-        env = {"make_env": RenamedSearchR1, "env_class": RenamedSearchR1, "pools": ThreadPools(RenamedSearchR1)}
+        make_env = partial(RenamedSearchR1, by_index)
+        env = {"make_env": make_env, "env_class": RenamedSearchR1, "pools": ThreadPools(RenamedSearchR1)}
         limits = Limits(max_turns=4, max_response_tokens=480, context_length=512)
         parts = {"engine": engine, "renderer": renderer, "scorer": Scorer([]), "limits": limits}
         runner = EpisodeRunner(**env, **parts, sampling=SamplingParams(max_new_tokens=1), seed=0)
@@ -149,7 +157,7 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
             raise SystemExit(str(table))
         for group in groups:
             trajectory = group.trajectories[0]
-            writer.write(replace(trajectory, task=replace(trajectory.task, metadata={})))  # without the demonstrator
+            writer.write(replace(trajectory, task=replace(trajectory.task, metadata={})))
     writer.close()
 
 

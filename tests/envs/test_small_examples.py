@@ -16,6 +16,7 @@ from agentrl.config import build_config, read_toml
 from agentrl.core.registry import load_file
 from agentrl.env import make_env_class
 from agentrl.envs.search_r1 import shared_retriever
+from agentrl.store import read_records
 from agentrl.tools.retrieval import HTTPRetriever
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +130,14 @@ def test_the_configuration_of_search_r1_http_takes_another_address():
     settings = read_toml(ROOT / "examples/search_r1_http/config.toml")
     args = build_config(settings, {"env_args": {"url": "http://h:1/retrieve"}}).env.env_args
     assert args == {"retriever": "http", "url": "http://h:1/retrieve"}
+
+
+def test_the_demonstrations_of_search_r1_end_with_an_answer_to_what_was_found(tmp_path):
+    command = [sys.executable, "examples/search_r1/warmup.py", "record", str(tmp_path), "--model"]
+    command += ["agentrl/assets/search_r1_3m", "--episodes", "32"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    records = list(read_records(tmp_path / "part00"))
+    answers = [record["turns"][-1]["action"]["text"] for record in records]
+    assert len(records) == 32
+    assert all(answer.startswith("<answer> ") for answer in answers)
+    assert {answer == "<answer> unknown</answer>" for answer in answers} == {True, False}
