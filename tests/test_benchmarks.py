@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sglang_server import available, python
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,36 @@ def test_a_gpu_benchmark_writes_its_records(tmp_path, script, words):
     (record,) = json.loads((tmp_path / f"{script}.json").read_text())
     assert set(record) >= FIELDS, record
     assert record["value"]
+
+
+@pytest.mark.full
+@pytest.mark.sglang
+@pytest.mark.skipif(not available(), reason="needs SGLang: make setup-sglang-cpu")
+def test_router_replay_brings_the_trainer_closer_to_sglang_in_every_case(tmp_path):
+    words = ["--tiny", "--out", str(tmp_path), "--models", str(tmp_path), "--episodes", "4", "--sampled", "32"]
+    words += ["--engine-python", python()] if python() else []
+    command = [sys.executable, "benchmarks/gpu/router_replay.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    records = json.loads((tmp_path / "router_replay.json").read_text())
+    assert len(records) == 2
+    for record in records:
+        assert set(record) >= FIELDS
+        assert record["value"]["mean"] < record["baseline"]["mean"]
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_is_trained_with_and_without_replay_and_the_record_has_the_mismatch(tmp_path):
+    small = "--rollout-batch-size 2 --eval-limit 4 --actor-num-gpus-per-node 1"
+    words = "--processes 1 --jobs 1 --batch 8 --sft-steps 2 --rollouts 1 --eval-interval 1 --only".split()
+    words += ["float32, replay", "float32", "--out", str(tmp_path), "--keep", str(tmp_path / "runs")]
+    command = [sys.executable, "benchmarks/moe_learning.py", *words, "--", *small.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    record = json.loads((tmp_path / "moe_learning.json").read_text())
+    assert done.returncode == int(record["value"] < record["baseline"]), done.stderr[-2000:]
+    assert [run["name"] for run in record["runs"]] == ["float32, replay", "float32"]
+    assert all(0 < run["largest_mismatch"] < 1e-3 and len(run["evaluations"]) == 2 for run in record["runs"])
+    assert (tmp_path / "moe_learning.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full

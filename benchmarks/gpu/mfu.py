@@ -61,12 +61,28 @@ def shape(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> di
     }
 
 
+def mixture(config: dict[str, Any], *, experts: int, topk: int, width: int) -> dict[str, Any]:
+    """The shape with experts in every layer, as Qwen3-MoE."""
+    return config | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": topk,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 SHAPES = {
     "0.6b": shape(1024, 3072, 28, 16, tied=True),
     "1.7b": shape(2048, 6144, 28, 16, tied=True),
     "8b": shape(4096, 12288, 36, 32, tied=False),
+    "moe": mixture(shape(1024, 3072, 16, 16, tied=False), experts=64, topk=8, width=384),
 }
 TINY = {**shape(64, 128, 2, 8, tied=True), "vocab_size": 512, "head_dim": 8}
+TINY_MOE = mixture({**TINY, "tie_word_embeddings": False}, experts=8, topk=2, width=32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +111,23 @@ PARTS = {
 }
 
 
+def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer's MLP, or of its router and experts."""
+    h, experts = config["hidden_size"], config.get("num_experts", 0)
+    width = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    prefixes = [f"mlp.experts.{i}" for i in range(experts)] or ["mlp"]
+    parts = {"gate_proj": (width, h), "up_proj": (width, h), "down_proj": (h, width)}
+    shapes = {f"{prefix}.{part}.weight": size for prefix in prefixes for part, size in parts.items()}
+    return shapes | ({"mlp.gate.weight": (experts, h)} if experts else {})
+
+
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     """Write a Hugging Face folder with random bf16 weights, one file per layer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    h, inner, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    h, d = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
     weight_map: dict[str, str] = {}
 
@@ -124,11 +150,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
         "self_attn.o_proj.weight": (h, q),
         "self_attn.q_norm.weight": (d,),
         "self_attn.k_norm.weight": (d,),
-        "mlp.gate_proj.weight": (inner, h),
-        "mlp.up_proj.weight": (inner, h),
-        "mlp.down_proj.weight": (h, inner),
         "input_layernorm.weight": (h,),
         "post_attention_layernorm.weight": (h,),
+        **mlp_shapes(config),
     }
     for number in range(config["num_hidden_layers"]):
         write(f"layer{number}.safetensors", {f"model.layers.{number}.{name}": s for name, s in layer.items()})
