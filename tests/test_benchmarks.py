@@ -19,6 +19,7 @@ FIELDS = {"metric", "value", "baseline", "card", "formula", "commit", "command",
     [
         ("tree", ["--parts", "prompt", "--heads", "all", "--steps", "1", "--model"]),
         ("layouts", ["--layouts", "tp2", "--steps", "1", "--micro-batches", "2", "--models"]),
+        ("layouts", ["--layouts", "ep2", "--steps", "1", "--micro-batches", "2", "--models"]),
         ("mfu", ["--parts", "0.6b", "--steps", "1", "--micro-batches", "1", "--no-loop", "--models"]),
     ],
 )
