@@ -132,15 +132,46 @@ def test_the_curves_of_estimators_are_drawn_over_their_sampled_tokens(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_with_killed_processes_equals_one_without(tmp_path):
-    """5 kills of the controller and of ranks: metrics, episodes and weights to the bit."""
-    words = ["--kills", "5", "--ranks", "1", "--out", str(tmp_path / "chaos.json")]
-    command = [sys.executable, "benchmarks/chaos.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    record = json.loads((tmp_path / "chaos.json").read_text())
-    assert (record["value"], record["differences"]) == (5, [])
-    assert set(record["kills"]) == {"controller", "rank"}
+@pytest.mark.parametrize("flavour", ["local", "servers", "engines", "async", "ray"])
+def test_a_run_whose_processes_are_killed_loses_nothing(flavour, tmp_path, monkeypatch):
+    """A kill of each kind of process, and the record that a second call continues."""
+    if flavour == "ray":
+        pytest.importorskip("ray")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import chaos
+
+    victims, out = chaos.FLAVOURS[flavour].victims, tmp_path / "chaos.json"
+    for count in (1, 1, len(victims) + 1) if flavour == "local" else (1,):
+        words = ["--count", str(count), "--kills", str(len(victims)), "--flavours", flavour, "--out", str(out)]
+        command = [sys.executable, "benchmarks/chaos.py", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    record = json.loads(out.read_text())
+    runs = 2 if flavour == "local" else 1
+    assert record["kills"] == dict.fromkeys(victims, runs)
+    assert (record["value"], record["faults"]) == (runs * len(victims), [])
+    assert [run["seed"] for run in record["runs"]] == list(range(runs)), "a record with enough kills is left as it is"
+
+
+def test_what_a_run_lost_or_counted_twice_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import chaos
+
+    def faults(rows, episodes):
+        lines = [{"step": n, "policy_version": n + 1, "exactness_violations": 0} | row for n, row in enumerate(rows)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        monkeypatch.setattr(chaos, "read_records", lambda folder: episodes)
+        return [fault.partition(" ")[0] for fault in chaos.unaccounted(tmp_path, 2)]
+
+    good = [{"split": "train", "status": "completed", "step": n // 8, "index": n} for n in range(16)]
+    failed = {"split": "train", "status": "failed", "step": 0, "index": 3}
+    assert faults([{}, {}], [*good, failed]) == []
+    assert faults([{}], good) == ["rollouts"]
+    assert faults([{}, {"policy_version": 3}], good) == ["rollouts"]
+    assert faults([{}, {"exactness_violations": 1}], good) == ["violations"]
+    assert faults([{}, {}], good[:-1]) == ["episodes"]
+    assert faults([{}, {}], [*good[:-1], good[8]]) == ["episodes"]
+    assert "twice" in chaos.unaccounted(tmp_path, 2)[0]
 
 
 @pytest.mark.full
