@@ -1,6 +1,7 @@
 """An environment for tests of runner processes, which import it by its file; with arguments it does what ends or stops a process."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import threading
@@ -38,7 +39,8 @@ class Walk(ToolEnv):
         return await super().reset(task, seed=seed)
 
     def state(self):
-        return {"seed": self.seed, "n": self.task.metadata["n"], "pid": os.getpid() if self.does == "pid" else 0}
+        state = {"seed": self.seed, "n": self.task.metadata["n"], "pid": os.getpid() if self.does == "pid" else 0}
+        return state | ({"starts": multiprocessing.get_start_method()} if self.does == "pid" else {})
 
     @tool(max_concurrency=4)
     async def search(self, query: str) -> str:

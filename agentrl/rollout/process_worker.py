@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import pickle
 import signal
 import socket
@@ -41,6 +42,8 @@ def serve(factory: RunnerFactory, sock: socket.socket, controller: int) -> None:
     """Run the process, a child of the process `controller`."""
     exit_with_parent(controller, ORPHAN_GRACE_S)
     signal.signal(signal.SIGINT, lambda *_: None)  # the controller handles Ctrl-C and then closes the socket
+    # as in the controller: this process was spawned, but what user code starts is not, and semaphores have no name that a kill would leave
+    multiprocessing.set_start_method(None, force=True)
     play(factory, sock)
 
 

@@ -25,9 +25,9 @@ import orjson
 
 from agentrl.config import Config
 from agentrl.core.atomic_write import new_folder, sync_tree
+from agentrl.core.file_lock import is_locked
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.episode_files import data_files, number_of
-from agentrl.store.file_lock import is_locked
 
 _LINES = ("metrics", "timings")
 """JSON Lines files that a resumed run truncates to the checkpoint"""

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, NamedTuple
 import zstandard
 
 from agentrl.core.atomic_write import sync
+from agentrl.core.file_lock import try_lock
 from agentrl.errors import StoreError
 from agentrl.store.blobs import EXPERTS, IMAGES, ExpertsFolder, ImageFolder, Outputs, images_of, sync_blobs
 from agentrl.store.episode_index import index_entry, read_entries, write_entry
 from agentrl.store.episode_record import VERSION, decode, encode, from_record, is_episode, to_record
-from agentrl.store.file_lock import try_lock
 from agentrl.store.zstd import FrameReader
 from agentrl.types import Trajectory
 

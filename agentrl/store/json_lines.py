@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from agentrl.core.file_lock import try_lock
 from agentrl.errors import StoreError
-from agentrl.store.file_lock import try_lock
 
 
 def read_json_lines(path: Path) -> list[Any]:

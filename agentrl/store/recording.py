@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.file_lock import is_locked
 from agentrl.errors import StoreError, suggest
 from agentrl.store.blobs import Outputs
 from agentrl.store.episode_files import (
@@ -21,7 +22,6 @@ from agentrl.store.episode_files import (
 )
 from agentrl.store.episode_index import IndexEntry, index_entry, read_entries
 from agentrl.store.episode_record import decode
-from agentrl.store.file_lock import is_locked
 from agentrl.store.zstd import decompress
 
 

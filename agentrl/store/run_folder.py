@@ -30,11 +30,11 @@ from agentrl.config import Config, GatewaySettings, RunSettings
 from agentrl.config.credentials import FILE as SECRETS
 from agentrl.config.credentials import read_credentials, write_credentials
 from agentrl.core.atomic_write import is_temporary, new_file, new_folder, remove_incomplete, sync
+from agentrl.core.file_lock import is_locked
 from agentrl.core.name_syntax import split_object
 from agentrl.errors import ConfigError
 from agentrl.store.checkpoints import SaveTrainer, begin_checkpoint, can_resume, remove_old, set_aside_after
 from agentrl.store.episode_files import EpisodeWriter, data_files, truncate
-from agentrl.store.file_lock import is_locked
 from agentrl.store.json_lines import JsonLines
 
 EXPORTS = ("hf", "adapter")

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from agentrl.core.file_lock import is_locked, try_lock
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures, failures_of
 from agentrl.errors import EngineFailure
-from agentrl.store.file_lock import is_locked, try_lock
 from agentrl.train.base import Receiver, Trainer
 from agentrl.weight_sync.verify import Expected, compare, expected_weights, probe_ids
 

@@ -1,6 +1,7 @@
 """Scripted servers as processes: started, watched, stopped with their child processes, and restarted."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -119,6 +120,69 @@ def test_only_what_no_process_maps_is_left_by_killed_servers(tmp_path, monkeypat
         shared_memory.remove_left_by_killed_servers()
         assert of_killed.exists(), "it may be about to be mapped"
         living.kill()
+
+
+NOTES = """
+import pathlib, sys, time
+from agentrl.engine.sglang import shared_memory
+shared_memory.MEMORY = pathlib.Path(sys.argv[1])
+journal = shared_memory.Journal()
+journal.write(pathlib.Path(path) for path in sys.argv[2:])
+print("noted", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_files_of_a_controller_that_was_killed_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "MEMORY", tmp_path)
+    unmapped, mapped, again, others = (
+        tmp_path / f"sem.mp-{name}" for name in ("unmapped", "mapped", "again", "others")
+    )
+    for file in (unmapped, again, others):
+        file.touch()
+    maps = [sys.executable, "-c", MAPS.format(paths=[str(mapped)])]
+    with subprocess.Popen(maps, stdout=subprocess.PIPE, text=True) as server:
+        assert read_line(server) == "mapped\n"
+        words = [sys.executable, "-c", NOTES, *map(str, (tmp_path, unmapped, mapped, again))]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as controller:
+            assert read_line(controller) == "noted\n"
+            (journal,) = tmp_path.glob("agentrl-*")
+            shared_memory.remove_left_by_killed_servers()
+            assert {unmapped, mapped, again, journal} <= set(tmp_path.iterdir()), "the controller lives"
+            controller.kill()
+        (tmp_path / "new").touch()
+        (tmp_path / "new").rename(again)  # another program has made a file of that name
+        shared_memory.remove_left_by_killed_servers()
+        assert set(tmp_path.iterdir()) == {mapped, again, others, journal}
+        server.kill()
+    shared_memory.remove_left_by_killed_servers()
+    assert set(tmp_path.iterdir()) == {again, others}
+
+
+SERVES = """
+import http.server, sys
+print("serves", flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "2"); self.end_headers(); self.wfile.write(b"{{}}")
+http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+
+
+async def test_a_server_that_is_ready_has_its_files_noted_until_it_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "MEMORY", tmp_path)
+    port, mine = free_port(), tmp_path / "sgl_shm_mq_1_a"
+    program = MAPS.format(paths=[str(mine)]).replace("time.sleep(60)", "") + SERVES.format(port=port)
+    server = process(tmp_path, port, program)
+    server.start()
+    try:
+        await server.wait_ready(60)
+        (journal,) = tmp_path.glob("agentrl-*")
+        assert json.loads(journal.read_bytes()) == {mine.name: mine.stat().st_ino}
+    finally:
+        await server.stop()
+    assert not journal.exists()
+    assert not mine.exists()
 
 
 @pytest.fixture

@@ -413,7 +413,7 @@ FAULTS = (
     ),
     Fault(
         "a child of user code keeps the lock",
-        "store/file_lock.py",
+        "core/file_lock.py",
         "os.register_at_fork(after_in_child=_give_up_locks)",
         "os.register_at_fork(after_in_child=_locked.clear)",
         "store/test_run_folder.py::test_a_forked_child_of_a_killed_run_does_not_keep_its_lock",

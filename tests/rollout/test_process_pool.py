@@ -195,6 +195,7 @@ async def test_a_group_is_played_in_one_process_and_all_are_used(settings):
     assert all(len(pids) == 1 for pids in where.values())
     assert len(set.union(*where.values())) == 2
     assert os.getpid() not in set.union(*where.values())
+    assert {e["state"]["starts"] for e in done} == {multiprocessing.get_start_method()}, "as in one process"
 
 
 async def test_sessions_stick_to_a_server(settings, servers):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import read_line
 
-from agentrl.store.file_lock import is_locked, try_lock
+from agentrl.core.file_lock import is_locked, try_lock
 from agentrl.weight_sync import base
 from agentrl.weight_sync.base import UNLOCKED_S, WeightSync, new_weights_folder
 

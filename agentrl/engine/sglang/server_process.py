@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from agentrl.core.child_process import killed_with_parent, session_members, signal_session
 from agentrl.engine.sglang.http import HttpClient
-from agentrl.engine.sglang.shared_memory import mapped_files, remove_left_by_killed_servers, remove_unmapped
+from agentrl.engine.sglang.shared_memory import Journal, mapped_files, remove_left_by_killed_servers, remove_unmapped
 from agentrl.errors import EngineFailure
 
 LOG_LINES = 20
@@ -31,6 +31,7 @@ class ServerProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._memory: set[Path] = set()
         """what the processes that are being ended have in shared memory"""
+        self._journal = Journal()
 
     def start(self) -> None:
         """Start the process. The kernel kills it when the calling thread ends."""
@@ -65,6 +66,7 @@ class ServerProcess:
                     self.fail("died while it started")
                 try:
                     await http.get("/health", timeout_s=HEALTH_S)
+                    await asyncio.to_thread(self._note_memory)
                     return
                 except EngineFailure:
                     if time.monotonic() > deadline:
@@ -72,6 +74,11 @@ class ServerProcess:
                 await asyncio.sleep(0.25)
         finally:
             await http.close()
+
+    def _note_memory(self) -> None:
+        """Note what the server has in shared memory, for the next start if this process is killed."""
+        assert self.process is not None
+        self._journal.write(mapped_files(session_members(self.process.pid)))
 
     def fail(self, what: str) -> NoReturn:
         """Raise an EngineFailure with the end of the log."""
@@ -111,5 +118,6 @@ class ServerProcess:
                 "engine: server does not end",
             ) from None
         await asyncio.to_thread(remove_unmapped, self._memory)
+        self._journal.remove()
         if self.process is process:
             self.process, self._memory = None, set()
