@@ -33,9 +33,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -68,6 +70,7 @@ TIMEOUT_S = 600.0
 START_S = 120.0
 GRACE_S = 10.0
 POLL_S = 0.05
+_ONE_CLUSTER = threading.Lock()
 VICTIMS = {
     "controller": ("agentrl.cli",),
     "rank": ("rank_process",),
@@ -256,15 +259,16 @@ def wait_for(port: int, process: subprocess.Popen[bytes], output: Path) -> None:
 
 @contextmanager
 def cluster_of(mark: str) -> Iterator[Cluster]:
-    """A ray cluster whose processes have a mark."""
+    """A ray cluster whose processes have a mark; one at a time, since they get the environment of this process."""
     from ray_clusters import started as started_cluster
 
-    os.environ[MARK] = mark
-    try:
-        with started_cluster([2, 2, 2]) as cluster:
-            yield Cluster(cluster)
-    finally:
-        del os.environ[MARK]
+    with _ONE_CLUSTER:
+        os.environ[MARK] = mark
+        try:
+            with started_cluster([2, 2, 2]) as cluster:
+                yield Cluster(cluster)
+        finally:
+            del os.environ[MARK]
 
 
 def flags_of(flavour: Flavour, folder: Path, stack: ExitStack, cluster: Cluster | None) -> list[str]:
@@ -279,7 +283,7 @@ def flags_of(flavour: Flavour, folder: Path, stack: ExitStack, cluster: Cluster 
     return words
 
 
-def disturb(chaos: Chaos, victims: Sequence[str], kills: int, chance: random.Random) -> Counter[str]:
+def disturb(name: str, chaos: Chaos, victims: Sequence[str], kills: int, chance: random.Random) -> Counter[str]:
     """Kill processes, each a random time after a checkpoint that followed the kill before; returns the kills by kind."""
     done: Counter[str] = Counter()
     kinds = ([*victims] * kills)[:kills]
@@ -290,7 +294,7 @@ def disturb(chaos: Chaos, victims: Sequence[str], kills: int, chance: random.Ran
         if not pid:
             break
         done[kind] += 1
-        print(f"  kill {done.total()} of {kills}: {kind} {pid} after {chaos.rollouts()} rollouts", flush=True)
+        print(f"{name}: kill {done.total()} of {kills}: {kind} {pid} after {chaos.rollouts()} rollouts", flush=True)
     return done
 
 
@@ -347,7 +351,7 @@ def play(seed: int, name: str, kills: int, expected: Mapping[str, Any] | None) -
         with started(words, output, mark) as process:
             chaos = Chaos(process, run, mark, cluster)
             try:
-                done = disturb(chaos, flavour.victims, kills, chance)
+                done = disturb(f"run {seed}, {name}", chaos, flavour.victims, kills, chance)
                 status = process.wait(TIMEOUT_S)
                 faults += [f"status {status}: {output.read_text()[-1500:]}"] if status else []
                 faults += [f"processes {left} are left"] if (left := chaos.orphans()) else []
@@ -362,11 +366,39 @@ def play(seed: int, name: str, kills: int, expected: Mapping[str, Any] | None) -
     return {**facts, "episodes": rollouts * GROUPS * SAMPLES, "seconds": seconds, "faults": faults}
 
 
+def play_runs(
+    runs: Sequence[Mapping[str, Any]],
+    flavours: Sequence[str],
+    wholes: Mapping[str, Mapping[str, Any]],
+    args: argparse.Namespace,
+    *,
+    until: float,
+) -> Iterator[dict[str, Any]]:
+    """Play runs of the flavours in turn, `--jobs` at a time, until a record with these runs has enough kills; none starts after the time `until`."""
+    kills = sum(sum(run["kills"].values()) for run in runs)
+    seed = max([run["seed"] for run in runs], default=-1) + 1
+    playing: set[Future[dict[str, Any]]] = set()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        while True:
+            while (
+                len(playing) < args.jobs and kills + args.kills * len(playing) < args.count and time.monotonic() < until
+            ):
+                name = flavours[seed % len(flavours)]
+                playing.add(pool.submit(play, seed, name, args.kills, wholes.get(str(FLAVOURS[name].equals))))
+                seed += 1
+            if not playing:
+                return
+            done, playing = wait(playing, return_when=FIRST_COMPLETED)
+            for future in done:
+                kills += sum(future.result()["kills"].values())
+                yield future.result()
+
+
 def record_of(runs: Sequence[Mapping[str, Any]], args: argparse.Namespace, left_out: Sequence[str]) -> dict[str, Any]:
     """The record of all runs."""
     good = [run for run in runs if not run["faults"]]
     totals = [sum((Counter(run["kills"]) for run in part), Counter[str]()) for part in (good, runs)]
-    command = f"python benchmarks/chaos.py --count {args.count} --kills {args.kills}"
+    command = f"python benchmarks/chaos.py --count {args.count} --kills {args.kills} --jobs {args.jobs}"
     flavours = Counter(run["flavour"] for run in good)
     return result_record(
         "kills_survived",
@@ -388,6 +420,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="kills of the whole record")
     parser.add_argument("--kills", type=int, default=8, help="kills of a run")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs side by side, each of about three cores; one of ray at a time"
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
     parser.add_argument("--flavours", nargs="+", choices=FLAVOURS, default=list(FLAVOURS), help="of the runs, in turn")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the record, which keeps the runs that it has")
@@ -395,20 +430,14 @@ def main() -> int:
     begin = time.monotonic()
     left_out = [] if find_spec("ray") else ["ray: it is not installed"]
     flavours = [name for name in args.flavours if not (FLAVOURS[name].ray and left_out)]
-    recorded = json.loads(args.out.read_text()).get("runs", []) if args.out.exists() else []
-    runs: list[dict[str, Any]] = [run for run in recorded if not run["faults"]]
-    wholes: dict[str, dict[str, Any]] = {}
-    while sum(sum(run["kills"].values()) for run in runs) < args.count and time.monotonic() - begin < 60 * args.minutes:
-        seed = max([run["seed"] for run in runs], default=-1) + 1
-        name = flavours[seed % len(flavours)]
-        equals = FLAVOURS[name].equals
-        if equals is not None and equals not in wholes:
-            wholes[equals] = whole_run(equals, ROLLOUTS_PER_KILL * args.kills)
-        print(f"run {seed}: {name}", flush=True)
-        run = play(seed, name, args.kills, None if equals is None else wholes[equals])
-        runs.append(run)
-        print(f"  {json.dumps(run)}", flush=True)
-        args.out.write_text(json.dumps(record_of(runs, args, left_out), indent=2) + "\n")
+    runs: list[dict[str, Any]] = json.loads(args.out.read_text()).get("runs", []) if args.out.exists() else []
+    if sum(sum(run["kills"].values()) for run in runs) < args.count:
+        names = {FLAVOURS[name].equals for name in flavours} - {None}
+        wholes = {str(name): whole_run(str(name), ROLLOUTS_PER_KILL * args.kills) for name in sorted(map(str, names))}
+        for run in play_runs(runs, flavours, wholes, args, until=begin + 60 * args.minutes):
+            runs = sorted([*runs, run], key=lambda run: run["seed"])
+            print(json.dumps(run), flush=True)
+            args.out.write_text(json.dumps(record_of(runs, args, left_out), indent=2) + "\n")
     record = record_of(runs, args, left_out)
     print(
         f"{record['value']} of {record['baseline']} kills survived: {record['kills']}, in runs of {record['flavours']}"

@@ -11,10 +11,12 @@ from agentrl.core.registry import was_object
 from agentrl.errors import ConfigError
 
 _SGLANG_ONLY = (
-    "colocate weight_sync update_weight_buffer_size update_weight_disk_dir rollout_num_gpus rollout_num_gpus_per_engine "
-    "rollout_external_engine_addrs engine_python engine_pythonpath"
+    "colocate weight_sync update_weight_buffer_size update_weight_disk_dir rollout_num_gpus rollout_min_num_gpus "
+    "rollout_num_gpus_per_engine rollout_external_engine_addrs engine_python engine_pythonpath"
 ).split()
-_OUR_SERVERS_ONLY = "rollout_num_gpus rollout_num_gpus_per_engine engine_python engine_pythonpath".split()
+_OUR_SERVERS_ONLY = (
+    "rollout_num_gpus rollout_min_num_gpus rollout_num_gpus_per_engine engine_python engine_pythonpath"
+).split()
 
 
 def check(config: Config, given: Container[str] = FIELDS) -> None:
@@ -256,6 +258,10 @@ def _check_engine(config: Config) -> None:
             )
         if engine.ray_address is not None:
             _check_ray(config)
+        elif engine.rollout_min_num_gpus is not None:
+            raise ConfigError(
+                "--rollout-min-num-gpus is for engines that join later, on a ray cluster; give --ray-address, or leave it out"
+            )
         return
     given = _server_flags(config)
     if config.rollout.runner_processes > 1:

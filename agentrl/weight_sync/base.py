@@ -144,6 +144,7 @@ class FleetSync(WeightSync):
     async def begin(self, trainer: Trainer) -> None:
         """Restore the weights of servers that come back from now on, and choose the token ids that verify a sync."""
         self.fleet.recovery = lambda engine: self.recover(trainer, engine)
+        self.fleet.grows = True
         self._probe = await probe_ids(self.fleet)
 
     async def recover(self, trainer: Trainer, engine: SGLangEngine) -> bool:

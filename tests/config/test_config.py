@@ -225,6 +225,10 @@ WITHOUT_EFFECT = [
         ({name: value, "engine": "sglang", "rollout_external_engine_addrs": ["h:1"]}, {"rollout_external_engine_addrs": []})
         for name, value in {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "engine_python": "p", "engine_pythonpath": "q"}.items()
     ],
+    (
+        {"rollout_min_num_gpus": 1, "engine": "sglang", "ray_address": "auto", "rollout_external_engine_addrs": ["h:1"]},
+        {"rollout_external_engine_addrs": []},
+    ),
     ({"tis_threshold": 3.0}, {"use_tis": True}),
     ({"kl_loss_type": "k2"}, {"use_kl_loss": True}),
     ({"use_unbiased_kl": True}, {"use_kl_loss": True}),

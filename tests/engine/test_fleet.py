@@ -21,6 +21,7 @@ from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.server_process import ServerProcess
 from agentrl.errors import EngineAbort, EngineFailure
 from agentrl.weight_sync import base
+from agentrl.weight_sync.base import FleetSync
 from agentrl.weight_sync.colocated import ColocatedSync
 from agentrl.weight_sync.verify import Expected
 
@@ -303,6 +304,23 @@ async def turns(doubles, manifest, monkeypatch):
     yield fleet, sync, trainer
     await fleet.close()
     sync.close()
+
+
+async def test_a_late_server_is_not_waited_for_and_joins_once_training_has_begun(doubles, manifest, monkeypatch):
+    monkeypatch.setattr(fleet_module, "POLL_S", 0.01)
+    first, late = (Member(SGLangEngine(d.address, timeout_s=5), late=d is doubles[1]) for d in doubles)
+    fleet = Fleet([first, late], grows=False)
+    sync = FleetSync(fleet)
+    try:
+        await fleet.start()
+        asked = len(doubles[1].calls)
+        await asyncio.sleep(0.1)  # ten looks of the watcher
+        assert (first.state, late.state, len(doubles[1].calls)) == ("ready", "down", asked)
+        await sync.begin(Trainer(doubles[:1], manifest))
+        await until(lambda: late.state == "ready")
+    finally:
+        await fleet.close()
+        sync.close()
 
 
 ALL = ["cuda_graph", "kv_cache", "weights"]

@@ -6,6 +6,7 @@ import signal
 import stat
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,59 @@ async def test_a_server_whose_node_dies_starts_on_another_node_with_the_current_
         cluster.add_node(num_cpus=1)
 
 
+@pytest.mark.full
+async def test_servers_join_when_the_cluster_has_room_and_leave_with_their_node(
+    cluster, settings, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("agentrl.engine.sglang.fleet.ROOM_POLL_S", 0.1)
+    given, _ = settings
+    planned = await asyncio.to_thread(plan, given, rollout_num_gpus=3, rollout_min_num_gpus=2)
+    waits = make_fleet(replace(planned, trains=True), tmp_path / "run")
+    await waits.close()
+    fleet = make_fleet(planned, tmp_path / "run")
+    assert (waits.grows, fleet.grows) == (False, True), "a trainer's ranks have to be placed first"
+    fleet.grows = False
+    await fleet.start()
+    moved = []
+    fleet.on_moved = lambda: moved.append(fleet.members[2].engine.address)
+    try:
+        manifest = weights(tmp_path / "w")
+        await fleet.update_weights(manifest, 3)
+        fleet.recovery = lambda engine: _restore(engine, manifest, 3)
+        node = cluster.add_node(num_cpus=1)
+        assert [m.state for m in fleet.members] == ["ready", "ready", "down"]
+        assert len(nodes_of_servers()) == 2, "no room is asked for yet"
+        fleet.grows = True
+        third = fleet.members[2]
+        await until(lambda: third.state == "ready", within_s=90)
+        assert len(set(nodes_of_servers())) == 3
+        assert moved == [third.engine.address], "runner processes are told"
+        assert (third.restarts, third.engine.policy_version) == (0, 3)
+        answers = await asyncio.gather(*(fleet.generate([1], FIVE, session=s) for s in "abc"))
+        assert {len(m.sessions) for m in fleet.members} == {1}
+        assert {a.policy_version for a in answers} == {3}
+        await asyncio.to_thread(cluster.remove_node, node)
+        await until(lambda: third.state == "down", within_s=90)
+        assert (await fleet.generate([1], FIVE, session="c")).policy_version == 3
+        cluster.add_node(num_cpus=1)
+        await until(lambda: third.state == "ready", within_s=90)
+        assert third.restarts == 1
+    finally:
+        await fleet.close()
+    await until(lambda: ray.available_resources().get("CPU") == 3)  # what was reserved is given back
+    await asyncio.to_thread(cluster.remove_node, max(cluster.worker_nodes, key=lambda n: n.node_id))
+
+
 def test_more_servers_than_the_cluster_has_room_for_are_refused_before_any_starts(settings):
     with pytest.raises(ConfigError, match=r"^3 engines need 3 CPUs; the ray cluster at .* has 2 CPUs, 0 GPUs$"):
         plan(settings[0], rollout_num_gpus=3)
+    with pytest.raises(ConfigError, match=r"^3 engines need 3 CPUs; the ray cluster at .* has 2 CPUs, 0 GPUs$"):
+        plan(settings[0], rollout_num_gpus=4, rollout_min_num_gpus=3)
+    for least, engine in ((3, 1), (1, 2)):
+        with pytest.raises(
+            ConfigError, match=rf"^--rollout-min-num-gpus {least} must be a multiple of .* {engine} and at most"
+        ):
+            plan(settings[0], rollout_num_gpus=2, rollout_min_num_gpus=least, rollout_num_gpus_per_engine=engine)
     with pytest.raises(ConfigError, match=r"^2 engines and 1 trainer ranks need 3 CPUs; the ray cluster"):
         plan(settings[0], rollout_num_gpus=2, trains=True)
     with pytest.raises(ConfigError, match=r"^1 engines and 2 runner processes need 3 CPUs; the ray cluster"):
@@ -219,6 +270,11 @@ def test_without_ray_the_error_has_the_pip_line(monkeypatch):
 def test_what_does_not_reach_servers_on_other_machines_is_refused(more, error):
     with pytest.raises(ConfigError, match=error):
         build_config({"engine": "sglang", "ray_address": "auto", **more})
+
+
+def test_engines_that_join_later_need_a_cluster():
+    with pytest.raises(ConfigError, match="--rollout-min-num-gpus is for engines that join later, on a ray cluster"):
+        build_config({"engine": "sglang", "rollout_num_gpus": 2, "rollout_min_num_gpus": 1})
 
 
 def test_servers_on_other_machines_need_a_folder_for_weights(settings):

@@ -684,6 +684,7 @@ ELSEWHERE = {
     "update_weight_buffer_size": "needs servers: test_settings_of_servers",
     "update_weight_disk_dir": "needs servers: test_sglang_plan.py",
     "rollout_num_gpus": "needs servers: test_sglang_plan.py",
+    "rollout_min_num_gpus": "needs a cluster: test_ray_servers.py",
     "rollout_num_gpus_per_engine": "needs servers: test_sglang_plan.py",
     "rollout_external_engine_addrs": "needs servers: test_settings_of_servers",
     "actor_num_nodes": "needs machines: test_nodes.py",

@@ -158,6 +158,11 @@ class EngineSettings:
     """GPUs of all SGLang engines together (default: one engine)
 
     Without GPUs, the number of server processes."""
+    rollout_min_num_gpus: Annotated[int | None, Field(ge=1)] = None
+    """GPUs of --rollout-num-gpus with which a run on a ray cluster starts (default: all)
+
+    The other engines join while the run goes on, whenever the cluster has room for one, and leave when it takes the room away. Without GPUs, the
+    number of server processes."""
     rollout_num_gpus_per_engine: Annotated[int, Field(ge=1)] = 1
     """GPUs of one SGLang engine, its tensor parallel size"""
     rollout_external_engine_addrs: Annotated[tuple[str, ...], "HOST:PORT"] = ()

@@ -16,6 +16,8 @@ from agentrl.errors import AgentRLError, EngineFailure, Failure
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
+ROOM_POLL_S = 2.0
+"""how often a ray cluster is asked for room for a late member"""
 SILENT_S = 30.0
 """A server that has requests and answers none for this time must prove that it generates."""
 UPDATE_ATTEMPTS = 3
@@ -38,6 +40,7 @@ class Fleet:
         patience_s: how long a generation waits for a ready member. A weight update waits at least `start_timeout_s`.
         start_timeout_s: how long a server may take to start.
         release: called once, after all our servers have stopped.
+        grows: late members may join from the start on, not only once `grows` is set.
     """
 
     def __init__(
@@ -47,7 +50,10 @@ class Fleet:
         patience_s: float = 600.0,
         start_timeout_s: float = 600.0,
         release: Callable[[], None] | None = None,
+        grows: bool = True,
     ) -> None:
+        self.grows = grows
+        """whether late members join: whatever else the run needs on the cluster has been reserved"""
         self.members = list(members)
         self._release = release
         self.policy_version = 0
@@ -69,18 +75,19 @@ class Fleet:
     # -- start and stop ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start our servers concurrently and wait until all members answer.
+        """Start our servers concurrently and wait until all members answer, except late ones.
 
         Raises:
             EngineFailure: a member did not answer; all are stopped.
         """
         if not self._attached:
             try:
-                for member in self.members:
+                members = [m for m in self.members if not m.late]
+                for member in members:
                     if member.process is not None:
                         member.process.start()
-                await all_or_cancel(m.connect(self._start_timeout_s) for m in self.members)
-                await self._adopt_version()
+                await all_or_cancel(m.connect(self._start_timeout_s) for m in members)
+                await self._adopt_version(members)
             except BaseException:
                 await self.close()
                 raise
@@ -116,11 +123,11 @@ class Fleet:
         async with self._state_changed:
             self._state_changed.notify_all()
 
-    async def _adopt_version(self) -> None:
+    async def _adopt_version(self, members: Sequence[Member]) -> None:
         """Take the version of the first member as the current one. External servers may have weights of an earlier run."""
-        versions = [(await m.engine.health()).policy_version for m in self.members]
+        versions = [(await m.engine.health()).policy_version for m in members]
         self.policy_version = versions[0]
-        for member, version in zip(self.members, versions, strict=True):
+        for member, version in zip(members, versions, strict=True):
             member.state, member.reason, member.engine.policy_version = "ready", "", self.policy_version
             if version != self.policy_version:
                 text = f"{member.engine.address} has weights of version {version}, {self.members[0].engine.address} of version {versions[0]}"
@@ -346,7 +353,8 @@ class Fleet:
                     if member.state != "down" and member.process is not None and not member.process.alive:
                         text = f"the server at {member.engine.address} died"
                         self._take_out(member, EngineFailure(text, "engine: server died"))
-                    kinds = {"bring back": member.state != "ready", "check": member.engine.silent_s > SILENT_S}
+                    joins = member.state != "ready" and (self.grows or not member.late)
+                    kinds = {"bring back": joins, "check": member.engine.silent_s > SILENT_S}
                     for kind in (k for k, due in kinds.items() if due):
                         if (member, kind) not in tasks or tasks[member, kind].done():
                             work = self._bring_back(member) if kind == "bring back" else self._check_generates(member)
@@ -375,6 +383,9 @@ class Fleet:
             return  # during an update it must stay paused; while the fleet sleeps its memory is the trainer's
         try:
             if member.state == "down":
+                if member.waits_for_room:
+                    await asyncio.sleep(ROOM_POLL_S)
+                    return
                 before = member.engine.address
                 await member.revive(self._start_timeout_s, may_command=not self._attached)
                 if member.engine.address != before and self.on_moved is not None:

@@ -39,6 +39,13 @@ class Member:
     """a weight update failed: its weights may be a mixture of two versions"""
     restarts: int = 0
     sessions: set[str] = field(default_factory=set)
+    late: bool = False
+    """it joins when the ray cluster has room for it; nobody waits for it"""
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether its server cannot start, since the ray cluster has no room for it."""
+        return self.late and isinstance(self.process, RayServer) and not self.process.has_room
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until the process is ready, and connect."""
@@ -58,8 +65,11 @@ class Member:
             unresponsive = now() - self.down_since > UNHEALTHY_S
             if self.weights_unknown or unresponsive or not self.process.alive:
                 await self.process.stop()
-                self.restarts += 1
-                logger.warning("restarting the server %s (restart %d)", self.engine.address, self.restarts)
+                if self.late and not self.engine.starts:
+                    logger.warning("the ray cluster has room for another server, which is started")
+                else:
+                    self.restarts += 1
+                    logger.warning("restarting the server %s (restart %d)", self.engine.address, self.restarts)
                 self.process.start()
                 self.down_since = now()
                 await self.connect(timeout_s)

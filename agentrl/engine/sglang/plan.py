@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +35,10 @@ class ServerPlan:
     """external servers; empty: start our own"""
     installation: Installation | None = None
     spec: LaunchSpec | None = None
+    engines_at_start: int = 0
+    """with which a run starts on a ray cluster; the others join later"""
+    trains: bool = False
+    """there is a trainer, which sends weights"""
     ray_address: str | None = None
     """the ray cluster on which the servers start; None: this machine"""
     router: RouterShape | None = None
@@ -87,17 +91,37 @@ def plan_servers(
         args=config.sglang,
     )
     check_spec(spec, installation, here=e.ray_address is None)
+    at_start = _engines_at_start(e, spec)
     if e.ray_address is not None:
-        check_resources(e.ray_address, spec, ranks=all_ranks, runners=runners)
+        check_resources(e.ray_address, replace(spec, engines=at_start), ranks=all_ranks, runners=runners)
     return ServerPlan(
         model=model,
         context_length=context_length,
         installation=installation,
         spec=spec,
+        engines_at_start=at_start,
+        trains=trains,
         ray_address=e.ray_address,
         router=router,
         patience_s=patience_s,
     )
+
+
+def _engines_at_start(e: EngineSettings, spec: LaunchSpec) -> int:
+    """The engines with which a run starts.
+
+    Raises:
+        ConfigError: --rollout-min-num-gpus does not divide into engines, or is more than all.
+    """
+    least = e.rollout_min_num_gpus
+    if least is None:
+        return spec.engines
+    if least % spec.gpus_per_engine or least > spec.engines * spec.gpus_per_engine:
+        raise ConfigError(
+            f"--rollout-min-num-gpus {least} must be a multiple of --rollout-num-gpus-per-engine {spec.gpus_per_engine} and at most "
+            f"--rollout-num-gpus {spec.engines * spec.gpus_per_engine}"
+        )
+    return least // spec.gpus_per_engine
 
 
 def patience_of(config: Config) -> float:
@@ -165,10 +189,11 @@ def make_fleet(plan: ServerPlan, run_dir: Path | None) -> Fleet:
         return Fleet([Member(_engine(address, plan)) for address in plan.addresses], patience_s=plan.patience_s)
     logs = (run_dir or Path(tempfile.mkdtemp(prefix="agentrl-"))) / "engine"
     if plan.ray_address is not None:
-        servers = RayServers.reserve(plan.ray_address, plan.spec, plan.installation, logs.absolute())
+        first = plan.engines_at_start
+        servers = RayServers.reserve(plan.ray_address, plan.spec, plan.installation, logs.absolute(), first)
         placed = [servers.server(number) for number in range(plan.spec.engines)]
-        members = [Member(_engine(s.address, plan), s) for s in placed]
-        return Fleet(members, patience_s=plan.patience_s, release=servers.release)
+        members = [Member(_engine(s.address, plan), s, late=n >= first) for n, s in enumerate(placed)]
+        return Fleet(members, patience_s=plan.patience_s, release=servers.release, grows=not plan.trains)
     first_port = plan.spec.args.get("port")
     members = []
     for number in range(plan.spec.engines):

@@ -7,7 +7,7 @@ starts there, at another address. ray is imported only here and only when it is 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,11 @@ class RayServer:
             return False
         return self._exited is None or not ray.wait([self._exited], timeout=0)[0]
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the cluster has reserved the server's room, which is asked for if it is a late one."""
+        return self._servers.has_room(self._number)
+
     async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until a node has room for the server and it answers /health.
 
@@ -142,30 +147,47 @@ class RayServers:
     logs: Path
     """folder of the logs, on each server's own node"""
     group: Any
-    """the placement group; one bundle for each server"""
+    """the placement group of the servers with which a run starts; one bundle for each"""
+    first: int
+    """the number of these servers"""
+    late: dict[int, Any] = field(default_factory=dict)
+    """the placement groups of other servers, as far as they were asked for"""
 
     @classmethod
-    def reserve(cls, address: str, spec: LaunchSpec, installation: Installation, logs: Path) -> RayServers:
-        """Connect to the cluster and reserve what the servers need.
+    def reserve(cls, address: str, spec: LaunchSpec, installation: Installation, logs: Path, first: int) -> RayServers:
+        """Connect to the cluster and reserve what the first servers need.
 
         Args:
             address: As of `--ray-address`.
             spec: The servers.
             installation: SGLang, which each node has at the same path.
             logs: Folder of the logs on each node.
+            first: With how many servers the run starts.
 
         Raises:
             ConfigError: ray is missing, the cluster does not answer, or has too little.
         """
         connect(address)
-        group = reserve(bundle_of(spec.gpus_per_engine), spec.engines, "SPREAD")
-        return cls(spec=replace(spec, first_gpu=0), installation=installation, logs=logs, group=group)
+        group = reserve(bundle_of(spec.gpus_per_engine), first, "SPREAD")
+        return cls(spec=replace(spec, first_gpu=0), installation=installation, logs=logs, group=group, first=first)
+
+    def has_room(self, number: int) -> bool:
+        """Whether a server's bundle is reserved. That of a late one is asked for at the first call, and again if its node dies."""
+        import ray
+
+        if number < self.first:
+            return True
+        bundle = bundle_of(self.spec.gpus_per_engine)
+        if number not in self.late:
+            self.late[number] = ray.util.placement_group([bundle])
+        return bool(ray.util.placement_group_table(self.late[number])["state"] == "CREATED")
 
     def make_actor(self, number: int) -> Any:
         """A new actor in bundle `number`; it waits while no node has the bundle."""
         import ray
 
-        options = options_of(self.group, number, bundle_of(self.spec.gpus_per_engine))
+        group, index = (self.group, number) if number < self.first else (self.late[number], 0)
+        options = options_of(group, index, bundle_of(self.spec.gpus_per_engine))
         actor = ray.remote(ServerHost).options(**options)
         return actor.remote(self.spec, self.installation, self.logs / f"engine{number}.log")
 
@@ -175,7 +197,8 @@ class RayServers:
 
     def release(self) -> None:
         """Give the reserved resources back; idempotent."""
-        release(self.group)
+        for group in (self.group, *self.late.values()):
+            release(group)
 
 
 def check_resources(address: str, spec: LaunchSpec | None, *, ranks: int, runners: int) -> None:
