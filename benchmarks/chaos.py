@@ -11,6 +11,7 @@ Each run has several kills. Its flavour says where its parts are, what is killed
 | engines | the same | controller, rank, runner, engine | accounted, replayed |
 | async | the local engine, `--schedule async` | controller, rank | accounted, replayed |
 | ray | rank and runner processes are actors on three raylets | controller, rank, runner, raylet | bit-equal |
+| all | rank, runner processes and two servers on three raylets | controller, rank, runner, engine, raylet | accounted, replayed |
 
 *Bit-equal*: metrics, episodes and weights are those of a run that nobody disturbs (of ray: a run without ray). *Accounted*: every rollout is there
 once, with each of its episodes once, on weights of the next version, without a violation of exactness. *Replayed*: `--train-only` on the record gives
@@ -18,14 +19,15 @@ the weights of the run, bit for bit. An episode that an engine loses is played a
 equal another.
 
 Servers are benchmarks/local_server.py: the local engine behind SGLang's API. Every run has `--use-fault-tolerance`: the controller is resumed by its
-supervisor, the rest goes on by itself. Without ray the flavour ray is left out, and the record says so. A kill costs what the start of a process
-costs: seconds of CPU time for imports.
+supervisor, the rest goes on by itself. Without ray the last two flavours are left out, and the record says so. A kill costs what the start of a
+process costs: seconds of CPU time for imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import shlex
@@ -33,11 +35,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -70,7 +71,6 @@ TIMEOUT_S = 600.0
 START_S = 120.0
 GRACE_S = 10.0
 POLL_S = 0.05
-_ONE_CLUSTER = threading.Lock()
 VICTIMS = {
     "controller": ("agentrl.cli",),
     "rank": ("rank_process",),
@@ -90,7 +90,7 @@ class Flavour:
     servers: bool = False
     """it starts two servers"""
     ray: bool = False
-    """it runs on raylets, and its server is outside"""
+    """it runs on raylets; without servers of its own, one is outside"""
     equals: str | None = None
     """the undisturbed run that it must equal; None: it is accounted and replayed"""
 
@@ -102,6 +102,7 @@ FLAVOURS = {
     "engines": Flavour(("controller", "rank", "runner", "engine"), _REMOTE, servers=True),
     "async": Flavour(("controller", "rank"), "--schedule async --use-tis"),
     "ray": Flavour(("controller", "rank", "runner", "raylet"), _REMOTE, ray=True, equals="servers"),
+    "all": Flavour(tuple(VICTIMS), _REMOTE, servers=True, ray=True),
 }
 
 
@@ -259,16 +260,15 @@ def wait_for(port: int, process: subprocess.Popen[bytes], output: Path) -> None:
 
 @contextmanager
 def cluster_of(mark: str) -> Iterator[Cluster]:
-    """A ray cluster whose processes have a mark; one at a time, since they get the environment of this process."""
+    """A ray cluster whose processes have a mark: they get the environment of this process."""
     from ray_clusters import started as started_cluster
 
-    with _ONE_CLUSTER:
-        os.environ[MARK] = mark
-        try:
-            with started_cluster([2, 2, 2]) as cluster:
-                yield Cluster(cluster)
-        finally:
-            del os.environ[MARK]
+    os.environ[MARK] = mark
+    try:
+        with started_cluster([2, 2, 2]) as cluster:
+            yield Cluster(cluster)
+    finally:
+        del os.environ[MARK]
 
 
 def flags_of(flavour: Flavour, folder: Path, stack: ExitStack, cluster: Cluster | None) -> list[str]:
@@ -276,9 +276,10 @@ def flags_of(flavour: Flavour, folder: Path, stack: ExitStack, cluster: Cluster 
     words = [*WORDS.split(), *flavour.flags.split(), "--actor-num-gpus-per-node", "1"]
     if flavour.servers:
         words += ["--engine-python", str(interpreter(folder)), "--rollout-num-gpus", "2"]
+    elif cluster is not None:
+        words += ["--rollout-external-engine-addrs", stack.enter_context(server(folder))]
     if cluster is not None:
         (folder / "weights").mkdir()
-        words += ["--rollout-external-engine-addrs", stack.enter_context(server(folder))]
         words += ["--ray-address", cluster.address, "--update-weight-disk-dir", str(folder / "weights")]
     return words
 
@@ -378,7 +379,11 @@ def play_runs(
     kills = sum(sum(run["kills"].values()) for run in runs)
     seed = max([run["seed"] for run in runs], default=-1) + 1
     playing: set[Future[dict[str, Any]]] = set()
-    with ThreadPoolExecutor(args.jobs) as pool:
+    spawned = {
+        "mp_context": multiprocessing.get_context("spawn"),
+        "max_tasks_per_child": 1,
+    }  # ray wants a main thread for each
+    with ProcessPoolExecutor(args.jobs, **spawned) as pool:
         while True:
             while (
                 len(playing) < args.jobs and kills + args.kills * len(playing) < args.count and time.monotonic() < until
@@ -420,9 +425,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="kills of the whole record")
     parser.add_argument("--kills", type=int, default=8, help="kills of a run")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs side by side, each of about three cores; one of ray at a time"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each of about three cores")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
     parser.add_argument("--flavours", nargs="+", choices=FLAVOURS, default=list(FLAVOURS), help="of the runs, in turn")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the record, which keeps the runs that it has")

@@ -132,10 +132,10 @@ def test_the_curves_of_estimators_are_drawn_over_their_sampled_tokens(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flavour", ["local", "servers", "engines", "async", "ray"])
+@pytest.mark.parametrize("flavour", ["local", "servers", "engines", "async", "ray", "all"])
 def test_a_run_whose_processes_are_killed_loses_nothing(flavour, tmp_path, monkeypatch):
     """A kill of each kind of process, and the record that a second call continues."""
-    if flavour == "ray":
+    if flavour in ("ray", "all"):
         pytest.importorskip("ray")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import chaos
