@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.gateway.known_requests import KnownRequests
@@ -208,6 +209,10 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return blocks + [{"type": "tool_use", "id": c.id, "name": c.name, "input": c.arguments} for c in reply.calls]
 
 
+def _returned(reply: Reply) -> Message:
+    return _assistant(_blocks(replace(reply, reasoning="")))
+
+
 def _begin_and_delta(block: Mapping[str, Any], reply: Reply) -> tuple[dict[str, Any], dict[str, Any]]:
     """A block as it begins, and what completes it."""
     if block["type"] == "tool_use":
@@ -235,4 +240,4 @@ def _event(name: str, **fields: Any) -> Event:
 
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-MESSAGES = Protocol("messages", read, write, events, error, PING)
+MESSAGES = Protocol("messages", read, write, events, error, _returned, PING)

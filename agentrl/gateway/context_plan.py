@@ -137,7 +137,7 @@ class ContextPlanner:
 
     def _continue(self, request: ModelRequest, match: Match, turn: GeneratedTurn) -> ContextPlan:
         new = request.messages[match.matched :]
-        base = self.recorder.segment_ids(turn.segment)[: turn.end]
+        base = self.recorder.segment_ids(turn.segment, turn.end)
         images = [p for p in self.recorder.segment_images(turn.segment) if p.at < turn.end]
         plan = ContextPlan(
             request=request,
@@ -197,8 +197,8 @@ class ContextPlanner:
             plan.opens, plan.reason = True, continuation.new_segment
             plan.context, plan.images = ids, continuation.images
         else:
-            plan.context = [*plan.context, *ids]
-            plan.images = [*plan.images, *(replace(p, at=p.at + length) for p in continuation.images)]
+            plan.context += ids
+            plan.images += [replace(p, at=p.at + length) for p in continuation.images]
 
     def _rendered(self, request: ModelRequest, messages: list[Message], node: Node, agent_id: str) -> ContextPlan:
         """A plan that opens a segment with the model's own rendering of the conversation."""
@@ -295,7 +295,8 @@ def _changed(request: ModelRequest, node: Node) -> Mapping[int, Message]:
         changed, nodes = {}, [*node.upwards()][::-1]
     for compared in nodes:
         number = compared.length - 1
-        if (message := request.messages[number]) != compared.message:
+        message = request.messages[number]
+        if message is not compared.message and message != compared.message:
             changed[number] = message
     return changed
 

@@ -1,18 +1,19 @@
 """What earlier requests of a session contained, in the normal form. A request repeats its whole conversation; only what is new is normalised.
 
-A message is known if it has the bytes that it had: equal JSON values with their keys in the same order, after the same messages.
+Messages are known if they have the bytes that they had: equal JSON values with their keys in the same order, from the first message on. So is the
+answer after them, if the client returns it as it was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
 
 from agentrl.core.message_images import image_parts
-from agentrl.core.sequences import first_difference
 from agentrl.data.message_form import normal_messages, normal_tools
 from agentrl.errors import DataError
 from agentrl.gateway.message_match import path_keys
@@ -20,7 +21,8 @@ from agentrl.types import Message
 
 _MAX_CONVERSATIONS = 4
 """conversations of a session that are kept: an agent and its sub-agents take turns"""
-
+_MAX_ANSWERS = 64
+"""answers of a session that are kept until a client returns them"""
 _MAX_SHARED_BYTES = 1 << 18
 """of tools that requests share"""
 
@@ -34,17 +36,25 @@ class Conversation(NamedTuple):
 
 
 class _Known(NamedTuple):
-    raw: list[bytes]
-    """each message as the client sent it"""
+    raw: bytes
+    """the messages as JSON, without the bracket that closes their list"""
     conversation: Conversation
 
 
 class KnownRequests:
-    """The conversations of a session's last requests."""
+    """The conversations of a session's last requests, and the answers to them."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []
         """the newest last"""
+        self._answers: dict[bytes, Message] = {}
+        """in the normal form, by the bytes of the message that returns them; the newest last"""
+
+    def add_answer(self, returned: Mapping[str, Any], message: Message) -> None:
+        """Note what an answer is in the normal form if a client returns it as it was written."""
+        self._answers[to_json(returned)] = message
+        if len(self._answers) > _MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
 
     def messages(self, given: Any) -> Conversation:
         """The messages of a request in the normal form, without keys that no template reads.
@@ -55,32 +65,44 @@ class KnownRequests:
         if not isinstance(given, list) or not given:
             return Conversation(list(normal_messages(given)), [])
         raw = _raw(given)
-        begin, known = max(((_common(k.raw, raw), k) for k in reversed(self._known)), default=(0, None), key=_first)
-        earlier = Conversation([], []) if known is None else known.conversation
-        messages, paths = earlier.messages[:begin], earlier.paths[:begin]
-        if begin < len(given):
-            messages += normal_messages([_known_keys(m) for m in given[begin:]], before=messages)
+        known = max((k for k in self._known if _begins(raw, k.raw)), default=None, key=_length)
+        messages, paths = ([], []) if known is None else (known.conversation.messages[:], known.conversation.paths[:])
+        begin = len(messages)
+        if begin < len(given) and (answer := self._answers.pop(_raw(given[begin]), None)) is not None:
+            messages.append(answer)
+        if len(messages) < len(given):
+            messages += normal_messages([_known_keys(m) for m in given[len(messages) :]], before=messages)
         if next(image_parts(messages[begin:]), None) is not None:
             return Conversation(messages, [])
-        conversation = Conversation(messages, [*paths, *path_keys(messages[begin:], paths)])
-        if known is not None and begin == len(known.raw):
-            self._known.remove(known)
+        paths += path_keys(messages[begin:], paths)
         if known is not None:
-            raw[:begin] = known.raw[:begin]
-        raw[begin:] = [bytes(memoryview(r)) for r in raw[begin:]]  # orjson's bytes hold a buffer of 4 KiB
-        self._known.append(_Known(raw, conversation))
+            self._known.remove(known)
+        conversation = Conversation(messages, paths)
+        self._known.append(_Known(raw[:-1], conversation))
         del self._known[:-_MAX_CONVERSATIONS]
         return conversation
 
 
-def _common(before: list[bytes], now: list[bytes]) -> int:
-    """How many messages two requests have in common, from the first on."""
-    return len(before) if before == now[: len(before)] else first_difference(before, now)
-
-
-def _raw(given: Sequence[Any]) -> list[bytes]:
+def to_json(value: Any) -> bytes:
+    """A JSON value as it is sent."""
     try:
-        return [orjson.dumps(message) for message in given]
+        return orjson.dumps(value)
+    except TypeError:  # integers over 64 bits
+        return json.dumps(value).encode()
+
+
+def _begins(raw: bytes, known: bytes) -> bool:
+    """Whether a list of messages begins with all those of a known one."""
+    return raw.startswith(known) and raw[len(known)] in b",]"
+
+
+def _length(known: _Known) -> int:
+    return len(known.raw)
+
+
+def _raw(given: Any) -> bytes:
+    try:
+        return orjson.dumps(given)
     except TypeError as e:
         raise DataError("a message is nested too deeply: at most 250 objects and lists within each other") from e
 
@@ -112,10 +134,6 @@ def _tools(raw: bytes) -> list[dict[str, Any]]:
 
 
 _shared_tools = lru_cache(maxsize=512)(_tools)
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
 
 
 _MESSAGE_KEYS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))

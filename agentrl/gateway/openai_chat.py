@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
-from agentrl.gateway.known_requests import KnownRequests
+from agentrl.gateway.known_requests import KnownRequests, to_json
 from agentrl.gateway.protocol import (
     MAX_CHOICES,
     Event,
@@ -129,27 +126,25 @@ def error(failure: RequestError) -> dict[str, Any]:
 
 def arguments_text(call: ToolCall) -> str:
     """The arguments of a call as JSON text."""
-    try:
-        return orjson.dumps(call.arguments).decode()
-    except TypeError:  # integers over 64 bits, lone surrogates
-        return json.dumps(call.arguments)
+    return to_json(call.arguments).decode()
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": reply.text or (None if reply.calls else ""),
-        "refusal": None,
-    }
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
+    message = _returned(reply)
+    return {**message, "reasoning_content": reply.reasoning} if reply.reasoning else message
+
+
+def _returned(reply: Reply) -> dict[str, Any]:
+    """The message in the key order of openai's types, in which that package sends it back."""
+    content = reply.text or (None if reply.calls else "")
+    message: dict[str, Any] = {"content": content, "refusal": None, "role": "assistant"}
     if reply.calls:
         message["tool_calls"] = [_call(c) for c in reply.calls]
     return message
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+    return {"id": call.id, "function": {"arguments": arguments_text(call), "name": call.name}, "type": "function"}
 
 
 def _head(request: ModelRequest, replies: Sequence[Reply], kind: str) -> dict[str, Any]:
@@ -171,4 +166,4 @@ def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-CHAT = Protocol("chat", read, write, events, error)
+CHAT = Protocol("chat", read, write, events, error, _returned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.gateway.known_requests import KnownRequests
@@ -201,6 +202,11 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     return items
 
 
+def _returned(reply: Reply) -> Message:
+    message: Message = _conversation(_items(replace(reply, reasoning="")))[0]
+    return message
+
+
 def _item_events(index: int, item: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     place = {"output_index": index, "item_id": item["id"]}
     events: list[tuple[str, dict[str, Any]]] = []
@@ -225,4 +231,4 @@ def _item_events(index: int, item: Mapping[str, Any]) -> list[tuple[str, dict[st
     return [added, *events, ("response.output_item.done", {"output_index": index, "item": item})]
 
 
-RESPONSES = Protocol("responses", read, write, events, error)
+RESPONSES = Protocol("responses", read, write, events, error, _returned)

@@ -90,6 +90,8 @@ class Protocol(NamedTuple):
     """the answer as server-sent events"""
     error: Callable[[RequestError], dict[str, Any]]
     """the body of an error"""
+    returned: Callable[[Reply], Mapping[str, Any]]
+    """a reply, without its reasoning, as `read` gives it to `read_messages` when a client sends it back as it was written"""
     keep_alive: bytes = b": waiting\n\n"
     """sent while a stream waits for its generation"""
 

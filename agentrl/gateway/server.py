@@ -11,8 +11,6 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -20,9 +18,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from agentrl.gateway.anthropic_messages import MESSAGES
+from agentrl.gateway.known_requests import KnownRequests, to_json
 from agentrl.gateway.openai_chat import CHAT
 from agentrl.gateway.openai_responses import RESPONSES
-from agentrl.gateway.protocol import Event, ModelRequest, Protocol, Reply, RequestError
+from agentrl.gateway.protocol import Event, ModelRequest, Protocol, RequestError
+from agentrl.gateway.reply import answered_message
 from agentrl.gateway.session import Exchange, GatewaySession
 from agentrl.render.truncation import LONG_TEXT
 
@@ -173,11 +173,11 @@ class GatewayServer:
                 session.check_model(asked.model)
                 return _response({"input_tokens": session.count_tokens(asked)})
             retried = request.headers.get("x-stainless-retry-count", "0") != "0"
-            fingerprint = path, len(body), hash(body)
+            fingerprint = path, hashlib.sha256(body).digest()
             exchange = session.exchange(
                 asked, fingerprint, long=len(body) > LONG_TEXT, retried=retried, connection=request.transport
             )
-            return await self._answer(request, protocol, asked, exchange)
+            return await _answer(request, protocol, asked, exchange, session.known)
         except RequestError as e:
             return _error_response(protocol, e)
 
@@ -194,62 +194,40 @@ class GatewayServer:
             raise RequestError(401, _UNKNOWN, "invalid_api_key")
         return session
 
-    async def _answer(
-        self, request: web.BaseRequest, protocol: Protocol, asked: ModelRequest, exchange: Exchange
-    ) -> web.StreamResponse:
-        """Wait for the exchange and write its answer; note whether the client took it."""
-        if not asked.stream:
-            return await _write(request, _response(protocol.write(asked, await _replies(exchange))), exchange)
-        if not await _ended(exchange.task, KEEP_ALIVE_S):
-            return await _stream(request, protocol, asked, exchange)
-        events = b"".join(map(event_bytes, protocol.events(asked, await _replies(exchange))))
-        return await _write(request, web.Response(body=events, headers=_EVENTS), exchange)
+
+async def _answer(
+    request: web.BaseRequest, protocol: Protocol, asked: ModelRequest, exchange: Exchange, known: KnownRequests
+) -> web.StreamResponse:
+    """Wait for the exchange and write its answer; note whether the client took it."""
+    if asked.stream and not await _ended(exchange.task, KEEP_ALIVE_S):
+        return await _stream(request, protocol, asked, exchange)
+    replies = await exchange.replies()
+    for reply in replies:
+        known.add_answer(protocol.returned(reply), answered_message(reply))
+    if not asked.stream:
+        return await _write(request, _response(protocol.write(asked, replies)), exchange)
+    events = b"".join(map(event_bytes, protocol.events(asked, replies)))
+    return await _write(request, web.Response(body=events, headers=_EVENTS), exchange)
 
 
 async def _write(request: web.BaseRequest, response: web.Response, exchange: Exchange) -> web.Response:
     """Write a whole answer; note whether the client took it."""
+    if _fits(request, response):  # aiohttp writes it as soon as it is returned
+        exchange.delivered |= _is_connected(request)
+        return response
     with _leave_slow_client(request):
-        async with nullcontext() if _fits(request, response) else asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
             await response.prepare(request)
             await response.write_eof()
         exchange.delivered |= _is_connected(request)
     return response
 
 
-async def _replies(exchange: Exchange) -> list[Reply]:
-    """The replies of an exchange, which continues when this client leaves.
-
-    Raises:
-        RequestError: the request failed, or the episode ended.
-    """
-    task = exchange.task
-    await _ended(task)
-    if task.cancelled():
-        raise RequestError(403, "the episode ended before the generation did", "episode_ended")
-    return task.result()
-
-
-async def _ended(task: asyncio.Task[list[Reply]], within_s: float | None = None) -> bool:
-    """Wait until a task has ended, or for some time; whether it has."""
-    if task.done():
-        return True
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    wake = partial(_wake, ended)
-    task.add_done_callback(wake)
-    timer = None if within_s is None else loop.call_later(within_s, wake, None)
-    try:
-        await ended
-    finally:
-        task.remove_done_callback(wake)
-        if timer is not None:
-            timer.cancel()
+async def _ended(task: asyncio.Task[Any], within_s: float) -> bool:
+    """Wait some time for a task, which continues afterwards; whether it has ended."""
+    if not task.done():
+        await asyncio.wait({task}, timeout=within_s)
     return task.done()
-
-
-def _wake(ended: asyncio.Future[None], _: object) -> None:
-    if not ended.done():
-        ended.set_result(None)
 
 
 async def _stream(
@@ -275,14 +253,14 @@ async def _stream(
 async def _late_events(protocol: Protocol, asked: ModelRequest, exchange: Exchange) -> bytes:
     """The events of a stream that has begun; an error is an event too."""
     try:
-        return b"".join(map(event_bytes, protocol.events(asked, await _replies(exchange))))
+        return b"".join(map(event_bytes, protocol.events(asked, await exchange.replies())))
     except RequestError as e:
         return event_bytes(Event(protocol.error(e), "error"))
 
 
 def event_bytes(event: Event) -> bytes:
     """A server-sent event as it is written."""
-    data = event.data.encode() if isinstance(event.data, str) else orjson.dumps(event.data)
+    data = event.data.encode() if isinstance(event.data, str) else to_json(event.data)
     name = f"event: {event.name}\n".encode() if event.name else b""
     return name + b"data: " + data + b"\n\n"
 
@@ -355,7 +333,7 @@ def _models(session: GatewaySession, path: str) -> web.Response:
 
 
 def _response(body: Mapping[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(body), headers=_JSON)
+    return web.Response(body=to_json(body), headers=_JSON)
 
 
 def _error_response(protocol: Protocol, failure: RequestError) -> web.Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ _MAX_EXCHANGES = 256
 class Exchange:
     """A request and its answer, which repetitions of the request receive too."""
 
-    task: asyncio.Task[list[Reply]]
+    task: asyncio.Task[list[Reply] | RequestError]
     connection: asyncio.BaseTransport | None
     """of the client that sent it"""
     delivered: bool = False
@@ -42,6 +42,31 @@ class Exchange:
     def lost(self) -> bool:
         """Whether the client left before it had the answer."""
         return not self.delivered and (self.connection is None or self.connection.is_closing())
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without replies."""
+        if not self.task.done():
+            return False
+        return (
+            self.task.cancelled() or self.task.exception() is not None or isinstance(self.task.result(), RequestError)
+        )
+
+    async def replies(self) -> list[Reply]:
+        """Wait for the replies. They are made also if no client waits for them; only the end of the server cancels those that wait.
+
+        Raises:
+            RequestError: the request was refused, or the episode ended before.
+        """
+        try:
+            answer = await self.task
+        except asyncio.CancelledError:
+            if not self.task.cancelled():
+                raise
+            raise RequestError(403, "the episode ended before the generation did", "episode_ended") from None
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
 
 
 class GatewaySession:
@@ -73,9 +98,10 @@ class GatewaySession:
         self._requests = 0
         self._starting = 0
         """generations that will become turns"""
-        self._exchanges: OrderedDict[Hashable, Exchange] = OrderedDict()
+        self._exchanges: dict[Hashable, Exchange] = {}
+        """the newest last"""
         self._side_calls: list[dict[str, Any]] = []
-        self._tasks: set[asyncio.Task[list[Reply]]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -107,24 +133,18 @@ class GatewaySession:
                 403, "the episode of this key has ended; no further request is answered", "episode_ended"
             )
         before = self._exchanges.get(fingerprint)
-        if before is not None and (retried or before.lost) and not _failed(before.task):
+        if before is not None and (retried or before.lost) and not before.failed:
             self.counts["repeated requests"] += 1
             before.connection = connection
             return before
         self.check_model(request.model)
         made = Exchange(asyncio.get_running_loop().create_task(self._answer(request, long)), connection)
-        made.task.add_done_callback(self._finished)
         self._tasks.add(made.task)
+        self._exchanges.pop(fingerprint, None)
         self._exchanges[fingerprint] = made
-        self._exchanges.move_to_end(fingerprint)
         if len(self._exchanges) > _MAX_EXCHANGES:
-            self._exchanges.popitem(last=False)
+            del self._exchanges[next(iter(self._exchanges))]
         return made
-
-    def _finished(self, task: asyncio.Task[list[Reply]]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved: its client may have left
 
     def check_model(self, model: str) -> None:
         """Refuse a model that is not served.
@@ -146,7 +166,21 @@ class GatewaySession:
         with _refused():
             return sum(len(ids) for _, ids in self.episode.runner.renderer.prompt(request.messages, request.tools))
 
-    async def _answer(self, request: ModelRequest, long: bool) -> list[Reply]:
+    async def _answer(self, request: ModelRequest, long: bool) -> list[Reply] | RequestError:
+        """The replies to a request, or why there are none. A failure ends the episode."""
+        try:
+            return await self._replies(request, long)
+        except RequestError as e:
+            return e
+        except (Failure, UsageError) as e:
+            self.fail(e)
+            return RequestError(503, "the engine failed; the episode ends", "engine_failure")
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.discard(task)
+
+    async def _replies(self, request: ModelRequest, long: bool) -> list[Reply]:
         request = await _with_images(request)
         if request.model in self.side_models:
             return await self._answer_side_call(request, long)
@@ -185,14 +219,10 @@ class GatewaySession:
         return Sampled(generation, seconds, seed)
 
     async def _generations(self, plan: ContextPlan, agent: str, number: int) -> list[Sampled]:
-        """The generations of a planned request; a failure ends the episode."""
-        try:
-            if plan.request.n == 1:  # the usual case, without a separate task
-                return [await self.sample(plan, agent, number, 0)]
-            return await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
-        except (Failure, UsageError) as e:
-            self.fail(e)
-            raise RequestError(503, "the engine failed; the episode ends", "engine_failure") from e
+        """The generations of a planned request."""
+        if plan.request.n == 1:  # the usual case, without a separate task
+            return [await self.sample(plan, agent, number, 0)]
+        return await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
 
     def refuse_budget(self, bound: StopReason, request: ModelRequest) -> list[Reply]:
         """The answer to a request for which a budget has nothing left: an empty generation that was cut by its length.
@@ -208,7 +238,7 @@ class GatewaySession:
         number = f"refused-{self._requests}"
         return [Reply(text="", finish="length", number=f"{number}-{g}") for g in range(request.n)]
 
-    def fail(self, failure: Failure | UsageError) -> None:
+    def fail(self, failure: BaseException) -> None:
         """End the episode with a failure."""
         if not self.failed.done():
             self.failed.set_exception(failure)
@@ -227,11 +257,14 @@ class GatewaySession:
             task.cancel()
         if running:
             await asyncio.wait(running)
+        for exchange in self._exchanges.values():
+            error = None if exchange.task.cancelled() else exchange.task.exception()
+            if error is not None:
+                self.fail(error)
+            elif not exchange.failed and not exchange.delivered:
+                self._mark_undelivered(await exchange.replies())
         if self.failed.done():
             self.failed.exception()  # retrieved, so that it is not reported as lost
-        for exchange in self._exchanges.values():
-            if exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None:
-                self._mark_undelivered(exchange)
 
     def summary(self) -> dict[str, Any]:
         """What the record holds of the requests besides the turns."""
@@ -257,10 +290,8 @@ class GatewaySession:
             self._side_calls.append({"model": request.model, "messages": len(request.messages), "text": action.text})
         return replies
 
-    def _mark_undelivered(self, exchange: Exchange) -> None:
-        if exchange.delivered:
-            return
-        for reply in exchange.task.result():
+    def _mark_undelivered(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
             if reply.number.isdigit():
                 self.recorder.drafts[int(reply.number)].info["undelivered"] = True
                 self.counts["answers not delivered"] += 1
@@ -284,7 +315,3 @@ async def _with_images(request: ModelRequest) -> ModelRequest:
         return replace(request, messages=await load_images(request.messages))
     except UsageError as e:
         raise RequestError(400, str(e)) from e
-
-
-def _failed(task: asyncio.Task[list[Reply]]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -67,7 +67,8 @@ class TurnRecorder:
         info: dict[str, Any] = {"request": self._request_info(plan, arrival, choice)}
         if choice == 0:
             self._observe(plan, arrival, info["request"])
-            self.counts.update(plan.left_out)
+            if plan.left_out:
+                self.counts.update(plan.left_out)
         reason = self._extend_record(plan, choice)
         if reason is not None:
             info["new_segment"] = reason

@@ -87,10 +87,9 @@ class Recorder:
         """Make a segment the current one of its agent, whose requests continue several conversations in turns."""
         self._current[self._segments[segment].agent_id] = segment
 
-    def segment_ids(self, segment: int) -> list[int]:
-        """The ids of a segment. As with `context`, do not modify the list."""
-        self._segments[segment].lent = True
-        return self._segments[segment].ids
+    def segment_ids(self, segment: int, end: int) -> list[int]:
+        """A copy of the first `end` ids of a segment."""
+        return self._segments[segment].ids[:end]
 
     def segment_length(self, segment: int) -> int:
         """Tokens of a segment so far."""

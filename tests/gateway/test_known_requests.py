@@ -8,8 +8,14 @@ import pytest
 
 from agentrl.errors import DataError
 from agentrl.gateway import known_requests
+from agentrl.gateway.anthropic_messages import MESSAGES
 from agentrl.gateway.conversation_tree import TOOLS_CHANGED, ConversationTree, GeneratedTurn
-from agentrl.gateway.known_requests import KnownRequests, known_tools
+from agentrl.gateway.known_requests import KnownRequests, known_tools, to_json
+from agentrl.gateway.openai_chat import CHAT
+from agentrl.gateway.openai_responses import RESPONSES
+from agentrl.gateway.protocol import ModelRequest, Reply
+from agentrl.gateway.reply import answered_message
+from agentrl.types import ToolCall
 
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
 
@@ -96,6 +102,54 @@ def test_only_new_messages_are_normalised(monkeypatch):
             known.messages([dict(m) for m in conversation])
             conversation += [{"role": "assistant", "content": f"{turn}"}, {"role": "user", "content": "on"}]
     assert seen == [1, 1, *[2, 2] * 4]
+
+
+REPLIES = {
+    "text": Reply(text="Paris"),
+    "nothing": Reply(text="", finish="length"),
+    "a call": Reply(text="", calls=(ToolCall("f", {"a": [1, 2.5, None, True], "b": "ü"}, "call_0_0"),)),
+    "text and calls": Reply(text="so", calls=tuple(ToolCall("f", {"n": i}, f"call_1_{i}") for i in range(3))),
+    "a large integer": Reply(text="", calls=(ToolCall("f", {"n": 1 << 70}, "call_0_0"),)),
+    "thoughts": Reply(text="Paris", reasoning="hm"),
+}
+
+
+def returned(protocol, reply):
+    """A request of a client that sends a reply back as it was written, without what it thought."""
+    asked = ModelRequest(protocol=protocol.name, model="policy", messages=[])
+    written = orjson.loads(to_json(protocol.write(asked, [reply])))
+    question = {"role": "user", "content": "q"}
+    if protocol is RESPONSES:
+        return {"input": [question, *(i for i in written["output"] if i["type"] != "reasoning"), question]}
+    if protocol is MESSAGES:
+        answer = {"role": "assistant", "content": [b for b in written["content"] if b["type"] != "thinking"]}
+    else:
+        answer = {k: v for k, v in written["choices"][0]["message"].items() if k != "reasoning_content"}
+    return {"messages": [question, answer, question]}
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
+@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES], ids=lambda p: p.name)
+def test_an_answer_that_comes_back_has_the_normal_form_that_it_has_if_it_is_not_known(protocol, reply, monkeypatch):
+    body = {"model": "policy", **returned(protocol, reply)}
+    fresh = protocol.read(body, KnownRequests())
+    known, seen, normal = KnownRequests(), [], known_requests.normal_messages
+    known.add_answer(protocol.returned(reply), answered_message(reply))
+    monkeypatch.setattr(
+        known_requests, "normal_messages", lambda given, **kw: seen.append(len(given)) or normal(given, **kw)
+    )
+    protocol.read({**body, **{k: v[:1] for k, v in body.items() if isinstance(v, list)}}, known)
+    read = protocol.read(body, known)
+    assert (read.messages, read.paths) == (fresh.messages, fresh.paths)
+    rounded = protocol is MESSAGES and reply is REPLIES["a large integer"]  # its arguments are no text
+    assert sum(seen) == 2 + rounded
+
+
+def test_few_answers_are_kept():
+    known = KnownRequests()
+    for number in range(1000):
+        known.add_answer({"content": str(number)}, {"role": "assistant", "content": str(number)})
+    assert len(known._answers) < 100
 
 
 def test_a_messages_normal_form_is_one_object_in_all_requests():

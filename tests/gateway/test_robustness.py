@@ -20,8 +20,11 @@ from gateway_agents import (
     user,
 )
 
+from agentrl.errors import InvariantError
 from agentrl.gateway import AgentEnv, server
 from agentrl.gateway.driver import GatewayDriver
+from agentrl.gateway.session import GatewaySession
+from agentrl.rollout.recorder import Recorder
 from agentrl.store.episode_record import encode, to_record
 from agentrl.types import EpisodeSpec, StopReason, Task
 
@@ -86,6 +89,7 @@ async def test_an_answer_that_nobody_took_is_named_in_the_record(hermes):
         with suppress(TimeoutError):
             async with asyncio.timeout(0.1):
                 await client.post(CHAT, BODY)
+        await client.post("/v1/messages/count_tokens", BODY)  # until the gateway has seen that its client left
         go_on.set()
         await client.chat([user("another question")])
 
@@ -209,6 +213,32 @@ async def test_a_failing_engine_ends_the_episode_as_its_own_failure(hermes):
 
     t = await play_agent(agent, [RuntimeError("broken")], hermes, laws=False)
     assert t.stop_reason is StopReason.ENGINE_FAILURE
+
+
+async def test_an_answer_of_the_engine_that_cannot_be_recorded_ends_the_episode_too(hermes, monkeypatch):
+    def refuse(recorder, generation, **more):
+        raise InvariantError("experts of other tokens")
+
+    monkeypatch.setattr(Recorder, "sampled", refuse)
+
+    async def agent(client):
+        await client.post(CHAT, BODY)
+
+    t = await play_agent(agent, ["one"], hermes, laws=False)
+    assert (t.stop_reason, "experts of other tokens" in t.detail) == (StopReason.ENGINE_FAILURE, True)
+
+
+async def test_a_fault_of_the_gateway_itself_is_not_taken_for_an_end_of_the_agent(hermes, monkeypatch):
+    async def lose(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(GatewaySession, "_replies", lose)
+
+    async def agent(client):
+        await client.post(CHAT, BODY)
+
+    with pytest.raises(KeyError, match="a bug"):
+        await play_agent(agent, ["one"], hermes)
 
 
 async def test_an_agent_that_hangs_ends_with_the_episodes_time(hermes):

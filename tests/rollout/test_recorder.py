@@ -103,7 +103,7 @@ def test_an_agent_that_resumes_an_earlier_segment_extends_it():
     recorder = Recorder()
     first = recorder.open([(PROMPT, [1, 2])])
     recorder.sampled(generation([3]), turn=0, temperature=1.0)
-    context = recorder.segment_ids(first)
+    context = recorder.segment_ids(first, 3)
     second = recorder.open([(PROMPT, [1, 2, 9])])
     recorder.resume(first)
     recorder.extend([(OBSERVATION, [4])], turn=0)
