@@ -57,12 +57,34 @@ def test_router_replay_brings_the_trainer_closer_to_sglang_in_every_case(tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.sglang
+@pytest.mark.skipif(not available(), reason="needs SGLang: make setup-sglang-cpu")
+def test_asynchronous_training_on_two_cards_writes_its_record_with_every_check(tmp_path):
+    words = [
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        "--latency",
+        "0.05",
+        *(["--engine-python", python()] if python() else []),
+    ]
+    command = [sys.executable, "benchmarks/gpu/async_two_cards.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    record = json.loads((tmp_path / "async_two_cards.json").read_text())
+    assert set(record) >= FIELDS
+    assert record["checks"]["no exactness violation"]
+    assert {name: len(run["rewards"]) for name, run in record["runs"].items()} == {"sync": 4, "async": 4}
+
+
+@pytest.mark.full
 def test_a_mixture_of_experts_is_trained_with_and_without_replay_and_the_record_has_the_mismatch(tmp_path):
-    small = "--rollout-batch-size 2 --eval-limit 4 --actor-num-gpus-per-node 1"
+    small = "--rollout-batch-size 2 --eval-limit 4"
     words = "--processes 1 --jobs 1 --batch 8 --sft-steps 2 --rollouts 1 --eval-interval 1 --only".split()
     words += ["float32, replay", "float32", "--out", str(tmp_path), "--keep", str(tmp_path / "runs")]
     command = [sys.executable, "benchmarks/moe_learning.py", *words, "--", *small.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert (tmp_path / "moe_learning.json").exists(), done.stderr[-2000:]
     record = json.loads((tmp_path / "moe_learning.json").read_text())
     assert done.returncode == int(record["value"] < record["baseline"]), done.stderr[-2000:]
     assert [run["name"] for run in record["runs"]] == ["float32, replay", "float32"]
