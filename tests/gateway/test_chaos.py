@@ -1,6 +1,7 @@
 """Many agents at once, a tenth of whose requests fail on the client's side: nothing is lost, trained twice or left open."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections import Counter, defaultdict
@@ -92,15 +93,15 @@ class Faulty(AgentEnv):
             assert response.status in (200, 403)
 
 
-async def storm(renderer, seconds, concurrent):
-    """Play episodes for some seconds and check each; counts of what was played."""
+async def storm(renderer, seconds, concurrent, first=0):
+    """Play episodes for some seconds, numbered from `first`, and check each; counts of what was played."""
 
     def script(request):
         return request.random.choice([call("search", query="x"), "an answer", [request.random.randrange(3, 380)]])
 
     engine, driver = NotingBySession(renderer, script), GatewayDriver(Faulty)
     runner = make_runner(Faulty, engine, renderer, driver=driver, max_turns=40)
-    end, numbers, counts = time.monotonic() + seconds, iter(range(1 << 30)), Counter()
+    end, numbers, counts = time.monotonic() + seconds, itertools.count(first), Counter()
 
     async def worker():
         while time.monotonic() < end:
