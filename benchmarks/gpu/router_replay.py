@@ -118,7 +118,7 @@ async def episode(engine: SGLangEngine, number: int, prompt: Sequence[int], samp
 async def sample(case: str, model: Path, args: argparse.Namespace) -> tuple[list[Row], str]:
     """Rows that a server of its own sampled, and the server's version. The server has ended when this returns."""
     installation = find_installation(args.engine_python, [args.engine_pythonpath] if args.engine_pythonpath else [])
-    flags = {} if args.tiny else {**FLAGS, "mem_fraction_static": 0.4}
+    flags = {} if args.tiny else {**FLAGS, "mem_fraction_static": 0.4, "moe_runner_backend": "triton"}
     spec = LaunchSpec(model=model, dtype="bfloat16", context_length=CONTEXT, routed_experts=True, args=flags)
     check_spec(spec, installation)
     port = free_port()
