@@ -86,11 +86,14 @@ class RayProcesses:
             connection.close()
             name = differ[0]
             text = f"node {peer} has {name} {hello.versions[name]}, this machine {ours[name]}; install equal versions"
-            loop.call_soon_threadsafe(_fail, connected, WorkerError(text))
-            return
-        sock = _socket_of(connection)
-        connection.close()
-        loop.call_soon_threadsafe(_hand_over, connected, sock)
+            result: socket.socket | WorkerError = WorkerError(text)
+        else:
+            result = _socket_of(connection)
+            connection.close()
+        try:
+            loop.call_soon_threadsafe(_hand_over, connected, result)
+        except RuntimeError:  # the loop is closed: nothing waits any more
+            _hand_over(None, result)
 
     def start(self, factory: RunnerFactory, number: int) -> RayProcess:
         """Start the actor in bundle `number`; it waits while no node has the bundle."""
@@ -157,13 +160,12 @@ def _socket_of(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
-def _hand_over(connected: asyncio.Future[socket.socket], sock: socket.socket) -> None:
-    if connected.done():  # it is not waited for any more
-        sock.close()
+def _hand_over(connected: asyncio.Future[socket.socket] | None, result: socket.socket | WorkerError) -> None:
+    """Give what came to the process that waits for it; None: none waits any more."""
+    if isinstance(result, WorkerError):
+        if connected is not None and not connected.done():
+            connected.set_exception(result)
+    elif connected is None or connected.done():
+        result.close()
     else:
-        connected.set_result(sock)
-
-
-def _fail(connected: asyncio.Future[socket.socket], error: Exception) -> None:
-    if not connected.done():
-        connected.set_exception(error)
+        connected.set_result(result)

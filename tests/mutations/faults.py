@@ -252,6 +252,27 @@ FAULTS = (
         "        if self.on_down",
         f"{_SYNC}::test_a_dead_servers_sessions_are_dropped",
     ),
+    Fault(
+        "runner processes are not told that a server moved",
+        "rollout/process_pool.py",
+        "            process.send_servers()\n",
+        "            pass\n",
+        "rollout/test_process_pool.py::test_the_processes_follow_a_server_that_starts_at_another_address",
+    ),
+    Fault(
+        "a late server takes the room of the trainer's ranks",
+        "engine/sglang/fleet.py",
+        "(self.grows or not member.late)",
+        "True",
+        "engine/test_fleet.py::test_a_late_server_is_not_waited_for_and_joins_once_training_has_begun",
+    ),
+    Fault(
+        "files of a controller that lives are removed",
+        "engine/sglang/shared_memory.py",
+        "and not is_locked(journal)",
+        "",
+        "engine/test_sglang_launch.py::test_the_files_of_a_controller_that_was_killed_are_removed_and_no_others",
+    ),
     # what leaves for the engine, and what it answers
     Fault(
         "the record's checksum is of the record",
