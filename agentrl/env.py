@@ -80,8 +80,8 @@ class Env:
     """who plays a role, if not the policy: a function of the role's messages that returns a text, or what `--player ROLE=PLAYER` accepts, which
     overrides it"""
     context_policy: ClassVar[Any] = None
-    """shortens long conversations: `DropOldTurns()`, `TruncateOldResults()` or `Summarise(write)` of agentrl.render.context_policy, or a function
-    or method of a `ContextView` that returns the new messages, or None for no change; None: conversations are never shortened"""
+    """shortens long conversations: `DropOldTurns()`, `TruncateOldResults()`, `Summarise(write)` or `SummariseByPolicy()` of agentrl.render, or a
+    function or method of a `ContextView` that returns the new messages, a `SummaryRequest`, or None for no change; None: never shortened"""
     eval_score: ClassVar[str] = "reward"
     """the evaluation score shown in the closing summary and the curve: 'reward', or the name of a reward component"""
     eval_groups: ClassVar[Sequence[str]] = ()

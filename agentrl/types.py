@@ -20,6 +20,7 @@ from agentrl.core.episode_ends import Status as Status
 from agentrl.core.episode_ends import StopReason as StopReason
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.routed_experts import RoutedExperts
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.errors import ContractError, InvariantError, describe, shown
 
 _IMMUTABLE = (str, int, float, bytes, type(None))
@@ -107,7 +108,7 @@ class ParseError:
     """A part of a generation that could not be parsed as a call."""
 
     kind: str
-    """'structure' (markup), 'content' (arguments) or 'surplus' (more calls than allowed)"""
+    """'structure' (markup), 'content' (arguments) or 'surplus' (more calls than allowed); of a summary 'empty' or 'call'"""
     message: str
     """what is wrong, for the policy to read"""
     text: str = ""
@@ -305,6 +306,8 @@ class Turn:
     """the conversation that the context policy returned for the next turn; None: unchanged"""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """`StepResult.rewards`"""
+    summary: SummaryRequest | None = None
+    """the request that the generation answers with a summary, which the environment does not see; None: it is an action"""
 
     def reward_of(self, role: str) -> float:
         """What the turn adds to the score of a role."""

@@ -11,11 +11,21 @@ from agentrl.core.name_syntax import split_envs
 from agentrl.errors import ConfigError, suggest
 
 OWN_SETTINGS = frozenset(
-    "env_args reward reward_key action_format context_policy max_turns max_invalid_actions max_calls_per_turn prompt_data input_key label_key "
-    "data_limit eval_prompt_data eval_limit players eval_players rollout_max_response_len max_tokens_per_turn episode_timeout_s concurrency".split()
+    "env_args reward reward_key action_format context_policy context_policy_args max_turns max_invalid_actions max_calls_per_turn "
+    "prompt_data input_key label_key data_limit eval_prompt_data eval_limit players eval_players rollout_max_response_len max_tokens_per_turn "
+    "episode_timeout_s concurrency".split()
 )
 """settings that an environment may have for itself"""
-_NOT_SHARED = ("env_args", "players", "eval_players", "prompt_data", "eval_prompt_data", "input_key", "label_key")
+_NOT_SHARED = (
+    "env_args",
+    "context_policy_args",
+    "players",
+    "eval_players",
+    "prompt_data",
+    "eval_prompt_data",
+    "input_key",
+    "label_key",
+)
 """settings that mean something else in each environment"""
 
 _ONE_ONLY = ("custom_generate_function_path", "rollout_function_path")

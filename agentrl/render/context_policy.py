@@ -3,7 +3,8 @@
 An environment names its policy in `Env.context_policy` (a method works too), or the command line one with `--context-policy`. The runner
 calls it after every observation.
 
-A policy is a function of a `ContextView` that returns the messages to continue with, or None to leave the context unchanged. Earlier
+A policy is a function of a `ContextView` that returns the messages to continue with, None to leave the context unchanged, or a
+`SummaryRequest`: then the policy that acts writes a summary, a turn of its own (rollout/summary.py). Earlier
 segments remain as they are and are trained with the episode's advantage; the beginning of the new one is PROMPT and is not trained again.
 So every sampled token is trained once.
 """
@@ -16,9 +17,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from agentrl.core.registry import Registry
-from agentrl.errors import ContractError
+from agentrl.core.summary_request import SummaryRequest
+from agentrl.errors import ConfigError, ContractError, suggest
 from agentrl.render.renderer import Renderer
 from agentrl.types import Message
+
+INSTRUCTION = (
+    "The conversation is about to exceed its length, and older messages will be removed. Summarise what was asked, what was done and what was "
+    "found, with every fact that is still needed. Write only the summary; do not call tools and do not answer yet."
+)
+"""the default of `SummariseByPolicy`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,8 @@ class ContextView:
     """length of the context of the next generation"""
     limit: int
     """maximum length of a context, in tokens"""
+    turns_left: int | None = None
+    """turns that the role may still take; None: not limited"""
 
     @property
     def share(self) -> float:
@@ -49,20 +59,28 @@ class ContextView:
         return [tuple(turn) for turn in turns]
 
 
-ContextPolicy = Callable[[ContextView], Sequence[Message] | Awaitable[Sequence[Message] | None] | None]
+Rewrite = Sequence[Message] | SummaryRequest | None
+ContextPolicy = Callable[[ContextView], Rewrite | Awaitable[Rewrite]]
 
 
-def check_rewrite(messages: Any, view: ContextView) -> list[Message] | None:
-    """The new conversation that a policy returned, or None if it is unchanged.
+def check_rewrite(messages: Any, view: ContextView) -> list[Message] | SummaryRequest | None:
+    """The new conversation or the request that a policy returned, or None if the conversation is unchanged.
+
+    A summary is not asked for if no turn may follow it.
 
     Raises:
-        ContractError: it is not a conversation that ends in a message to be answered.
+        ContractError: it is not a conversation that ends in a message to be answered, or the request is not usable.
     """
+    if isinstance(messages, SummaryRequest):
+        _check_request(messages)
+        return None if view.turns_left is not None and view.turns_left < 2 else messages
     if messages is None or list(messages) == list(view.messages):
         return None
     conversation: list[Any] = list(messages)
     if not conversation or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in conversation):
-        raise ContractError(f"a context policy must return messages or None, found {conversation!r:.80}")
+        raise ContractError(
+            f"a context policy must return messages, a SummaryRequest or None, found {conversation!r:.80}"
+        )
     if conversation[-1]["role"] == "assistant":
         raise ContractError(
             "a context policy must keep the newest observation, but its conversation ends with an assistant message"
@@ -81,6 +99,7 @@ def context_view(
     length: int,
     limit: int,
     tools: Sequence[Mapping[str, Any]],
+    turns_left: int | None = None,
 ) -> ContextView:
     """The view after `messages` answered the policy's `turn`, before they are truncated. `length`: tokens up to the end of the turn."""
     conversation = (*history, turn, *messages)
@@ -89,7 +108,7 @@ def context_view(
         length += len(delta)
     else:
         length = sum(len(ids) for _, ids in renderer.prompt(conversation, tools))
-    return ContextView(messages=conversation, first=first, tokens=length, limit=limit)
+    return ContextView(messages=conversation, first=first, tokens=length, limit=limit, turns_left=turns_left)
 
 
 def split_after_last_turn(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
@@ -98,19 +117,50 @@ def split_after_last_turn(messages: Sequence[Message]) -> tuple[list[Message], l
     return list(messages[:at]), list(messages[at:])
 
 
-def resolve_context_policy(name: str | None) -> ContextPolicy | None:
-    """The policy behind `--context-policy`: one of POLICIES with its defaults, or `module:policy`.
+def resolve_context_policy(name: str | None, args: Mapping[str, Any] | None = None) -> ContextPolicy | None:
+    """The policy behind `--context-policy`: one of POLICIES, or `module:policy`; a class is constructed with `args`.
 
     Raises:
-        UnknownNameError, ConfigError, ContractError: unknown, not importable, or not callable.
+        UnknownNameError, ConfigError, ContractError: unknown, not importable, not callable, or not to be constructed with these arguments.
     """
+    args = args or {}
     if name is None:
+        if args:
+            raise ConfigError("--context-policy-arg needs --context-policy, whose arguments it gives")
         return None
     resolved: Any = POLICIES.resolve(name)
-    policy = resolved() if inspect.isclass(resolved) else resolved
+    if args and not inspect.isclass(resolved):
+        raise ConfigError(f"--context-policy {name} is not a class, so it takes no --context-policy-arg")
+    policy = _construct(name, resolved, args) if inspect.isclass(resolved) else resolved
     if not callable(policy):
         raise ContractError(f"--context-policy {name}: expected a function of a ContextView, found {policy!r:.80}")
     return cast(ContextPolicy, policy)
+
+
+def _construct(name: str, policy: type, args: Mapping[str, Any]) -> Any:
+    parameters = inspect.signature(policy).parameters
+    for arg in args:
+        if arg not in parameters:
+            raise ConfigError(f"context policy {name} takes no argument {arg!r}{suggest(arg, parameters)}")
+    try:
+        return policy(**args)
+    except TypeError as e:
+        raise ConfigError(f"context policy {name}: {e}; give --context-policy-arg NAME=VALUE") from e
+
+
+def _check_request(request: SummaryRequest) -> None:
+    """Refuse a request that cannot be answered.
+
+    Raises:
+        ContractError: which field is wrong.
+    """
+    instruction: Any = request.instruction
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise ContractError(f"a summary needs an instruction, a text, found {instruction!r:.80}")
+    for name, least in (("keep", 0), ("max_tokens", 1)):
+        value = getattr(request, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ContractError(f"{name} of a summary must be an integer of at least {least}, found {value!r:.80}")
 
 
 def _split_old_turns(view: ContextView, keep: int, above: float) -> tuple[list[Message], list[Message]] | None:
@@ -183,12 +233,50 @@ class Summarise:
             return None
         written = self.write(parts[0])
         summary = await written if inspect.isawaitable(written) else written
-        return [*_with_note(view.messages[: view.first], summary), *parts[1]]
+        return [*with_note(view.messages[: view.first], summary), *parts[1]]
+
+
+@dataclass(frozen=True)
+class SummariseByPolicy:
+    """Once the context exceeds a share of the limit, the policy replaces all but the newest turns by a summary that it writes itself.
+
+    The summary's tokens are sampled and trained like those of any turn (Lu et al. 2025, arXiv:2510.06727).
+
+    Example:
+        >>> class Browse(ToolEnv):
+        ...     context_policy = SummariseByPolicy(keep=1, above=0.6, max_tokens=128)
+
+    Raises:
+        ContractError: an argument that no summary can be written with.
+    """
+
+    keep: int = 2
+    """number of turns kept; 0: the summary stands for the newest observation too"""
+    above: float = 0.75
+    """share of the limit"""
+    max_tokens: int = 256
+    """maximum tokens of a summary"""
+    instruction: str = INSTRUCTION
+    """what the policy is asked"""
+
+    def __post_init__(self) -> None:
+        _check_request(self._request())
+        above: Any = self.above
+        if isinstance(above, bool) or not isinstance(above, (int, float)) or not 0 <= above <= 1:
+            raise ContractError(f"above must be a share of the context from 0 to 1, found {above!r:.80}")
+
+    def _request(self) -> SummaryRequest:
+        return SummaryRequest(instruction=self.instruction, keep=self.keep, max_tokens=self.max_tokens)
+
+    def __call__(self, view: ContextView) -> SummaryRequest | None:
+        """The request, once the context is long and a turn is old."""
+        return None if _split_old_turns(view, self.keep, self.above) is None else self._request()
 
 
 POLICIES = Registry(
     "context policy",
     {
+        "summarise": "agentrl.render.context_policy:SummariseByPolicy",
         "drop_old_turns": "agentrl.render.context_policy:DropOldTurns",
         "truncate_old_results": "agentrl.render.context_policy:TruncateOldResults",
     },
@@ -196,7 +284,7 @@ POLICIES = Registry(
 """context policies by name"""
 
 
-def _with_note(prompt: Sequence[Message], note: str) -> list[Message]:
+def with_note(prompt: Sequence[Message], note: str) -> list[Message]:
     """The prompt with a note at the end of its last message, since templates may refuse another message."""
     *before, last = prompt
     content, note = last.get("content"), f"\n\n{note}"

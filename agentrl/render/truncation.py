@@ -42,19 +42,22 @@ def continue_context(
     max_tokens: int,
     max_segment_tokens: int,
     tools: Sequence[Mapping[str, Any]],
+    whole: Sequence[Message] = (),
 ) -> NextContext | None:
     """The context after the policy's `turn` (whose ids end with `sampled`) and the `messages` that answer it. None: they do not fit.
 
-    `max_tokens` may be appended to the context; a new segment may have `max_segment_tokens`.
+    `max_tokens` may be appended to the context; a new segment may have `max_segment_tokens`. `whole`: messages after them that are not truncated.
     """
-    delta, kept, cut = truncate_delta(renderer, messages, sampled, max_tokens, history=history, tools=tools)
+    delta, kept, cut = truncate_delta(
+        renderer, messages, sampled, max_tokens, history=history, tools=tools, whole=whole
+    )
     if delta is None:
         return None
     if delta.new_segment is not None:
-        return open_segment(renderer, [*history, turn], messages, delta.new_segment, max_segment_tokens, tools)
+        return open_segment(renderer, [*history, turn], messages, delta.new_segment, max_segment_tokens, tools, whole)
     return NextContext(
         pieces=delta.pieces,
-        images=renderer.placed(delta.pieces, kept),
+        images=renderer.placed(delta.pieces, [*kept, *whole]),
         new_segment=None,
         messages=kept,
         cut_tokens=cut,
@@ -68,15 +71,16 @@ def open_segment(
     reason: str,
     max_tokens: int,
     tools: Sequence[Mapping[str, Any]],
+    whole: Sequence[Message] = (),
 ) -> NextContext | None:
     """A new segment that begins with a conversation, of which `messages` may be truncated. None: it does not fit."""
-    ids, kept, cut = truncate_prompt(renderer, history, messages, max_tokens, tools)
+    ids, kept, cut = truncate_prompt(renderer, history, messages, max_tokens, tools, whole)
     if ids is None:
         return None
     pieces = ((Provenance.PROMPT, ids),)
     return NextContext(
         pieces=pieces,
-        images=renderer.placed(pieces, [*history, *kept]),
+        images=renderer.placed(pieces, [*history, *kept, *whole]),
         new_segment=reason,
         messages=kept,
         cut_tokens=cut,
@@ -91,6 +95,7 @@ def truncate_delta(
     *,
     history: Sequence[Message] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    whole: Sequence[Message] = (),
 ) -> tuple[Delta | None, list[Message], int]:
     """The delta for `messages`, truncated to at most `max_tokens` (other arguments as in `Renderer.delta`).
 
@@ -98,7 +103,10 @@ def truncate_delta(
     new segment is returned as it is: what fits is known once the new context is rendered (`truncate_prompt`).
     """
     return _truncate(
-        renderer, messages, max_tokens, lambda kept: renderer.delta(kept, sampled, history=history, tools=tools)
+        renderer,
+        messages,
+        max_tokens,
+        lambda kept: renderer.delta([*kept, *whole], sampled, history=history, tools=tools),
     )
 
 
@@ -108,11 +116,12 @@ def truncate_prompt(
     messages: Sequence[Message],
     max_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
+    whole: Sequence[Message] = (),
 ) -> tuple[tuple[int, ...] | None, list[Message], int]:
-    """The ids of a new context of at most `max_tokens`: the history whole, `messages` truncated as in `truncate_delta`."""
+    """The ids of a new context of at most `max_tokens`: the history and `whole` as they are, `messages` truncated as in `truncate_delta`."""
 
     def render(kept: list[Message]) -> tuple[int, ...]:
-        ((_, ids),) = renderer.prompt([*history, *kept], tools)
+        ((_, ids),) = renderer.prompt([*history, *kept, *whole], tools)
         return ids
 
     return _truncate(renderer, messages, max_tokens, render)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.seeds import derive_seed
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.engine.base import Generation, SamplingParams
 from agentrl.render.context_policy import ContextPolicy, ContextView
 from agentrl.replay.compare import compare
@@ -38,7 +39,7 @@ class BranchGenerator(ForkGenerator):
 
     async def rewrite_context(
         self, call: RewriteContext, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | None:
+    ) -> list[Message] | SummaryRequest | None:
         """As in a replay up to the context of the branching turn, the result of the policy from there on."""
         if self.turn > self.fork_turn:
             return await call(policy, view)

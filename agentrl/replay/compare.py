@@ -8,7 +8,7 @@ environment's state. Only the first difference is reported, since later ones may
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from agentrl.core.sequences import first_difference
@@ -192,7 +192,7 @@ class Comparison:
         yield _divergence(Place(turn, segment, token), "template", what, *texts)
 
     def _departure(self) -> Iterator[Divergence]:
-        """Differences that only the engine sees: token limits and stop strings."""
+        """Differences in what was requested: token limits, stop strings, summaries."""
         departure = self.departure
         if departure is None or departure.turn >= len(self.then.turns):
             return
@@ -202,6 +202,10 @@ class Comparison:
             place = Place(turn.index, turn.segment, turn.context_length + min(departure.room, sampled))
             then = f"{sampled} tokens sampled ({turn.action.finish_reason.value})"
             yield _divergence(place, "limit", "room for the generation", then, f"room for {departure.room} tokens")
+        if departure.kind == "summary":
+            what = "the summary that the context policy asks for"
+            sides = [r and asdict(r) for r in (turn.summary, departure.request)]
+            yield self._at(departure.turn - 1, "env", what, *sides)
         if departure.kind == "stop":
             place = Place(turn.index, turn.segment, turn.context_length + max(0, sampled - 1))
             what = "the stop string that ended the generation"

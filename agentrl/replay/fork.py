@@ -14,6 +14,7 @@ from typing import Any
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.seeds import derive_seed
 from agentrl.core.sequences import first_difference
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env
 from agentrl.errors import ConfigError, StoreError
@@ -84,7 +85,7 @@ class ForkGenerator(PlaybackGenerator):
 
     async def rewrite_context(
         self, call: RewriteContext, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | None:
+    ) -> list[Message] | SummaryRequest | None:
         """As in a replay before the fork, the result of today's policy from there on."""
         if self.turn >= self.fork_turn:
             return await call(policy, view)

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 
 from agentrl.core.message_images import PlacedImage
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.core.timeout_pool import is_async
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
@@ -38,13 +39,15 @@ class Departure:
     """Where and how today's code left the record."""
 
     kind: str
-    """'context' (other ids were sent), 'room' (other token limits), 'stop' (other stop strings), 'calls' (other tool calls), 'end' (the record
-    has no more turns)"""
+    """'context' (other ids were sent), 'room' (other token limits), 'stop' (other stop strings), 'calls' (other tool calls), 'summary' (the
+    context policy asks for another summary, or for none), 'end' (the record has no more turns)"""
     turn: int
     sent: tuple[int, ...] = ()
     """ids sent to the engine"""
     room: int = 0
     """tokens requested, where `kind` is 'room'"""
+    request: SummaryRequest | None = None
+    """the summary that today's context policy asks for, where `kind` is 'summary'"""
 
 
 class PlaybackGenerator:
@@ -89,10 +92,18 @@ class PlaybackGenerator:
 
     async def rewrite_context(
         self, call: RewriteContext, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | None:
+    ) -> list[Message] | SummaryRequest | None:
         """The result of today's policy; of an async one, which may call a model, the recorded result."""
+        following = self.recorded.turns[self.turn] if self.turn < len(self.recorded.turns) else None
+        asked = None if following is None else following.summary
         if not is_async(policy):
-            return await call(policy, view)
+            today = await call(policy, view)
+            request = today if isinstance(today, SummaryRequest) else None
+            if following is not None and request != asked:
+                raise self.leave("summary", self.turn, request=request)
+            return today
+        if asked is not None:
+            return asked
         context = self.recorded.turns[self.turn - 1].context
         return None if context is None else list(context)
 
@@ -100,9 +111,12 @@ class PlaybackGenerator:
         """What stands for the player of a role."""
         return self if isinstance(player, Generator) else self.reply
 
-    def leave(self, kind: str, turn: int, ids: Sequence[int] = (), room: int = 0) -> LeftRecordError:
+    def leave(
+        self, kind: str, turn: int, ids: Sequence[int] = (), room: int = 0, request: SummaryRequest | None = None
+    ) -> LeftRecordError:
         """Note the departure, if it is the first, and return the error to raise."""
-        self.departure = self.departure or Departure(kind=kind, turn=turn, sent=tuple(ids), room=room)
+        left = Departure(kind=kind, turn=turn, sent=tuple(ids), room=room, request=request)
+        self.departure = self.departure or left
         return LeftRecordError(kind)
 
     def _raise_recorded_end(self, ids: Sequence[int]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from agentrl.core.cancellation import complete_before_cancel
 from agentrl.core.message_images import PlacedImage, load_images
 from agentrl.core.seeds import derive_seed
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation, check_routed_experts
 from agentrl.env import Env, check_flag, check_reward, takes_group_seed
 from agentrl.errors import (
@@ -33,11 +34,7 @@ from agentrl.errors import (
     boundary,
     shown,
 )
-from agentrl.render.context_policy import (
-    ContextPolicy,
-    ContextView,
-    check_rewrite,
-)
+from agentrl.render.context_policy import ContextPolicy, ContextView, check_rewrite
 from agentrl.render.renderer import Renderer
 from agentrl.render.truncation import is_long
 from agentrl.reward import Scorer
@@ -66,7 +63,7 @@ from agentrl.types import (
 _SPENT = {"generate_s": "generations", "tools_s": "tool calls", "env_s": "steps"}
 
 ExecuteTools = Callable[[Mapping[str, ToolSpec], Action], Awaitable[Action]]
-RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | None]]
+RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | SummaryRequest | None]]
 
 
 class EpisodeDriver(Protocol):
@@ -148,12 +145,14 @@ class EpisodeRunner:
             return trajectory
         return await scored(self.scorer, trajectory)
 
-    async def call_context_policy(self, policy: ContextPolicy, view: ContextView) -> list[Message] | None:
-        """The conversation that a context policy returns; None: unchanged."""
+    async def call_context_policy(
+        self, policy: ContextPolicy, view: ContextView
+    ) -> list[Message] | SummaryRequest | None:
+        """The conversation that a context policy returns, or its request; None: unchanged."""
         with boundary(EnvFailure, "context policy"):
             returned = await self.pools.env.call(policy, view, timeout_s=self.env_class.timeout_s)
         messages = check_rewrite(returned, view)
-        return None if messages is None else await load_images(messages)
+        return await load_images(messages) if isinstance(messages, list) else messages
 
     def for_env(self, env: str) -> EpisodeRunner:
         """The runner of the environment with this label: itself, since it has one."""

@@ -33,6 +33,8 @@ class Seat:
     """number of messages in the first prompt; 0: it has not been asked yet"""
     prompt_length: int = 0
     """tokens of the first prompt"""
+    first_prompt: tuple[Message, ...] = ()
+    """the first prompt as it was before the policy's summary joined it; (): no summary yet"""
     turns: int = 0
     invalid_actions: int = 0
     last: TurnDraft | None = None

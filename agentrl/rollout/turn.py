@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.types import Action, Message, Observation, Turn
 
 _NOTHING = Observation()
@@ -31,6 +32,7 @@ class TurnDraft:
     agent_id: str = "policy"
     context: tuple[Message, ...] | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    summary: SummaryRequest | None = None
 
     def complete(self) -> Turn:
         return Turn(*_turn_values(self))

@@ -98,7 +98,7 @@ class Components:
         self.scorer = Scorer(self._rewards(), reward_key=config.env.reward_key)
         self.generate_function = self._slime_function("custom_generate_function_path")
         self.rollout_function = self._slime_function("rollout_function_path")
-        self.context_policy = resolve_context_policy(config.env.context_policy)
+        self.context_policy = resolve_context_policy(config.env.context_policy, config.env.context_policy_args)
         self.context_length = context_length(self.folder, self.config.rollout.rollout_max_context_len)
         self.tasks.prompts.context_length = self.context_length
         self.trains = trains

@@ -12,7 +12,7 @@ from agentrl.rollout.branching import LEFT_RECORD
 from agentrl.rollout.failures import CauseTable
 from agentrl.train.advantage import EQUAL
 from agentrl.train.sample import spec_info
-from agentrl.types import Group, Provenance, Status, Trajectory, by_role
+from agentrl.types import FinishReason, Group, Provenance, Status, Trajectory, by_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
     }
     metrics |= role_rewards(episodes)
     metrics |= speculation_metrics(episodes)
+    metrics |= summary_metrics(episodes)
     metrics |= {f"abstained/{name}": count for name, count in abstentions(episodes).items()}
     return metrics | {f"reward/{name}": mean for name, mean in component_means(episodes).items()}
 
@@ -91,6 +92,26 @@ def speculation_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "spec_accept_rate": accepted,
         "spec_accept_length": totals["completion_token_num"] / totals["spec_verify_ct"],
+    }
+
+
+def summary_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """The number of summaries that the policy wrote of its context, of their tokens, and of those with a flaw; {} without summaries."""
+    turns = [(t, turn) for t in episodes for turn in t.turns if turn.summary is not None]
+    if not turns:
+        return {}
+    flaws = Counter(error.kind for _, turn in turns for error in turn.action.errors)
+    return {
+        "summaries": len(turns),
+        "summary_tokens": sum(
+            len(s.ids)
+            for t, turn in turns
+            for s in t.segments[turn.segment].spans
+            if s.turn == turn.index and s.provenance is Provenance.SAMPLED
+        ),
+        "summaries_cut": sum(turn.action.finish_reason is FinishReason.LENGTH for _, turn in turns),
+        "summaries_empty": flaws["empty"],
+        "summaries_with_calls": flaws["call"],
     }
 
 

@@ -18,6 +18,7 @@ import orjson
 from agentrl.core.message_images import Image, PlacedImage, is_image
 from agentrl.core.routed_experts import RoutedExperts
 from agentrl.core.sequences import ids_checksum
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.errors import StoreError
 from agentrl.store.blobs import EXPERTS, IMAGES, experts_file, is_hash
 from agentrl.store.json_values import plain
@@ -50,7 +51,7 @@ def _field_reader(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 
 _turn_fields, _action_fields, _task_fields = map(_field_reader, (Turn, Action, Task))
-_call_fields, _result_fields = map(_field_reader, (ToolCall, ToolResult))
+_call_fields, _result_fields, _summary_fields = map(_field_reader, (ToolCall, ToolResult, SummaryRequest))
 _TRAJECTORY_FIELDS = tuple(f.name for f in fields(Trajectory))
 _OPTIONAL = ("detail", "parent", "branch_turn", "roles", "role", "judgements")
 """Fields of a trajectory that its record lacks where they hold the default."""
@@ -171,6 +172,10 @@ def _turn(t: Turn) -> dict[str, Any]:
         del record["context"]
     if not t.rewards:
         del record["rewards"]
+    if t.summary is None:
+        del record["summary"]
+    else:
+        record["summary"] = _summary_fields(t.summary)
     return record
 
 
@@ -232,7 +237,8 @@ def _read_turn(t: Mapping[str, Any], images: Path | None) -> Turn:
     seen = t["observation"]
     observation = Observation(tuple(read_images(seen["messages"], images)), seen.get("to", ""))
     context = tuple(read_images(t["context"], images)) if t.get("context") else None
-    return Turn(**{**t, "action": action, "observation": observation, "context": context})
+    summary = SummaryRequest(**t["summary"]) if t.get("summary") else None
+    return Turn(**{**t, "action": action, "observation": observation, "context": context, "summary": summary})
 
 
 def _read_result(r: Mapping[str, Any], images: Path | None) -> ToolResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -111,7 +112,8 @@ def compare(
             rewards=np.concatenate(
                 [np.zeros(0), *(_token_rewards(*part) for part in zip(trajectories, turns, scores, strict=True))]
             ),
-            state_keys=tuple((FIRST_STATE, *(turn.state_key for turn in t.turns[:-1])) for t in trajectories),
+            state_keys=tuple(map(_state_keys, trajectories)),
+            steps=tuple(map(_steps, trajectories)),
             parents=np.array([place.get(t.parent or "", -1) for t in trajectories], np.int64),
             branch_turns=np.array([t.branch_turn for t in trajectories], np.int64),
         ),
@@ -125,6 +127,19 @@ def trained_turns(samples: Sequence[Sample]) -> np.ndarray:
         values, counts = zip(*sample.turn_of, strict=True) if sample.turn_of else ((0,), (sample.response_length,))
         turns.append(np.repeat(np.array(values, np.int64), counts)[np.flatnonzero(sample.loss_mask or ())])
     return np.concatenate(turns)
+
+
+def _state_keys(trajectory: Trajectory) -> tuple[str | None, ...]:
+    """The key of the state before each turn; a summary leaves the state as it is."""
+    keys: list[str | None] = [FIRST_STATE]
+    for turn in trajectory.turns[:-1]:
+        keys.append(turn.state_key if turn.summary is None else keys[-1])
+    return tuple(keys)
+
+
+def _steps(trajectory: Trajectory) -> tuple[int, ...]:
+    """The environment's step of each turn; a summary belongs to that of the turn after it."""
+    return tuple(accumulate((turn.summary is None for turn in trajectory.turns[:-1]), initial=0))
 
 
 def _token_rewards(trajectory: Trajectory, turns: np.ndarray, score: float) -> Doubles:

@@ -508,6 +508,7 @@ CASES = [
     Case("surplus_calls", "ignore", lambda s: len(first_action(s).errors), 0, {"max_calls_per_turn": 1}, calls_two),
     Case("history_policy", "rerender", lambda s: s.runners[0].renderer.history_policy, "rerender"),
     Case("context_policy", "drop_old_turns", lambda s: type(s.runners[0].context_policy).__name__, "DropOldTurns"),
+    Case("context_policy_args", {"keep": 7}, lambda s: s.runners[0].context_policy.keep, 7, {"context_policy": "summarise"}),
     Case("raw_content", True, lambda s: s.asked()[0].ids.count(s.engine.renderer.end_id), 2),
     Case("truncated_episodes", "mask", advantages, {1: -0.75, 3: 2.25}, TWO | {"advantage_estimator": "dr_grpo"}, half_cut),
     Case("truncated_episodes", "drop", advantages, {1: -1.5, 3: 1.5}, TWO | {"advantage_estimator": "dr_grpo"}, half_cut),

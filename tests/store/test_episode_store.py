@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import StepResult, ToolEnv, tool
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.errors import StoreError
 from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.store import (
@@ -331,10 +332,12 @@ async def test_a_policy_that_writes_a_huge_integer_or_a_surrogate_stops_nothing(
 def test_every_field_of_a_turn_is_in_the_record():
     names = {f.name for f in dataclasses.fields(Turn)}
     action = Action("x", results=(ToolResult("c", "f", "text"),))
-    whole = json.loads(
-        encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, context=({"role": "user"},), rewards={"a": 1.0})])))
-    )
+    request = SummaryRequest(instruction="sum up")
+    more = {"context": ({"role": "user"},), "rewards": {"a": 1.0}, "summary": request}
+    whole = json.loads(encode(to_record(trajectory(turns=[Turn(0, 0, 2, action, **more)]))))
     assert whole["turns"][0].keys() == names
+    assert whole["turns"][0]["summary"] == dataclasses.asdict(request)
+    assert from_record(whole).turns[0].summary == request
     assert whole["turns"][0]["action"].keys() == {f.name for f in dataclasses.fields(Action)}
     assert whole["turns"][0]["action"]["results"][0].keys() == {f.name for f in dataclasses.fields(ToolResult)}
     huge = dataclasses.replace(action, calls=(ToolCall("f", {"n": 1 << 70}, "c"),))

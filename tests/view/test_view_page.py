@@ -20,9 +20,10 @@ from viewruns import EVIL, add_group, decode, episode, make_large_run, make_run,
 
 from agentrl import Env, StepResult
 from agentrl.core.message_images import PlacedImage, as_image
+from agentrl.core.summary_request import SummaryRequest
 from agentrl.store import EpisodeWriter, Recording, encode
 from agentrl.store.episode_record import to_record
-from agentrl.types import Observation
+from agentrl.types import Action, Observation
 from agentrl.view.episode_detail import episode_detail
 from agentrl.view.html_export import html_of
 
@@ -428,6 +429,21 @@ def test_a_hundred_thousand_episodes(browser, tmp_path):
         check_quiet(browser)
     finally:
         served.close()
+
+
+def test_a_summary_is_named_with_what_was_asked(browser, tmp_path):
+    t = episode(0, 0, 1.0)
+    first, last = t.turns
+    request = SummaryRequest(instruction=f"Sum it up. {EVIL}", keep=1)
+    summary = dataclasses.replace(first, index=1, summary=request, action=Action("the summary"))
+    t = dataclasses.replace(t, turns=(first, summary, dataclasses.replace(last, index=2)))
+    detail = episode_detail(json.loads(encode(to_record(t))), None, decode, None)
+    (tmp_path / "e.html").write_text(html_of(detail), encoding="utf-8")
+    open_page(browser, (tmp_path / "e.html").as_uri())
+    shown = text(browser)
+    assert shown.count("turn 1: a summary of the context") == 1
+    assert "Sum it up." in shown
+    check_quiet(browser)
 
 
 def test_the_forest_shows_the_agent_and_the_reason_of_each_branch(browser, tmp_path):

@@ -78,7 +78,11 @@ class EnvSettings:
     history_policy: Literal["append", "rerender"] = "append"
     """if the template rewrites history (strips thinking): append to the sampled tokens, or render again in a new segment"""
     context_policy: Annotated[str | None, "NAME"] = None
-    """how to shorten long conversations: drop_old_turns, truncate_old_results or module:policy (default: the environment's choice)"""
+    """how to shorten long conversations: summarise, drop_old_turns, truncate_old_results or module:policy (default: the environment's choice)
+
+    summarise: the policy writes a summary of the old turns, which is trained like a turn and counts as one."""
+    context_policy_args: Annotated[dict[str, Any], "NAME=VALUE"] = field(default_factory=dict)
+    """argument of --context-policy, such as keep=1 or above=0.6; repeatable (default: none)"""
     raw_content: bool = False
     """parse control tokens inside prompts and tool outputs as control tokens; unsafe"""
     truncated_episodes: Literal["train", "mask", "drop"] = "train"

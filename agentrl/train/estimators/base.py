@@ -62,6 +62,8 @@ class Episodes:
     """[E] the episode that this one branched from; -1: none. A branch holds only the tokens from its own first turn on"""
     branch_turns: Ints
     """[E] first turn of a branch; 0 if it has no parent"""
+    steps: tuple[tuple[int, ...], ...] = ()
+    """for each episode and turn, the number of the environment's step: a summary belongs to that of the turn after it; (): each turn is one"""
     values: Doubles | None = None
     """[T] the critic's value of the context before each token; None: no critic"""
 
@@ -69,6 +71,14 @@ class Episodes:
     def trained_tokens(self) -> NDArray[np.bool_]:
         """[T] whether the token's episode is trained on."""
         return self.trained[self.episode]
+
+    @property
+    def step(self) -> Ints:
+        """[T] the environment's step to which the token belongs."""
+        if not self.steps:
+            return self.turn
+        tokens = zip(self.episode.tolist(), self.turn.tolist(), strict=True)
+        return np.array([self.steps[episode][turn] for episode, turn in tokens], np.int64)
 
     def starts(self) -> list[slice]:
         """The tokens of each episode."""

@@ -10,14 +10,15 @@ from agentrl.train.estimators.base import EQUAL, Doubles, Episodes, Options, est
 from agentrl.train.estimators.group import standardised
 
 Place = tuple[int, int]
-"""episode and turn"""
+"""episode and step of the environment: a turn, and the summaries before it"""
 
 
 def turn_returns(episodes: Episodes, gamma: float) -> dict[Place, float]:
-    """R_k = Σ_{j ≥ k} γ^(j − k) r_j of each turn k that sampled a trained token, r_j the sum of its tokens' rewards."""
+    """R_k = Σ_{j ≥ k} γ^(j − k) r_j of each step k that sampled a trained token, r_j the sum of its tokens' rewards."""
     sums: dict[Place, float] = {}
+    steps = episodes.step
     for episode, tokens in enumerate(episodes.starts()):
-        turns, after = episodes.turn[tokens], 0.0
+        turns, after = steps[tokens], 0.0
         rewards = episodes.rewards[tokens]
         previous = None
         for turn in sorted(set(turns.tolist()), reverse=True):
@@ -28,13 +29,15 @@ def turn_returns(episodes: Episodes, gamma: float) -> dict[Place, float]:
 
 
 def anchor_groups(episodes: Episodes) -> list[list[Place]]:
-    """The turns of a group that begin in the same state; a turn whose state is unknown is in none."""
+    """The steps of a group that begin in the same state; a step whose state is unknown is in none."""
     anchors: dict[tuple[int, str], list[Place]] = defaultdict(list)
+    steps = episodes.step
     for episode, tokens in enumerate(episodes.starts()):
         keys = episodes.state_keys[episode]
-        for turn in dict.fromkeys(episodes.turn[tokens].tolist()):
+        turns = dict(zip(steps[tokens].tolist(), episodes.turn[tokens].tolist(), strict=True))
+        for step, turn in turns.items():
             if (key := keys[turn]) is not None:
-                anchors[int(episodes.groups[episode]), key].append((episode, turn))
+                anchors[int(episodes.groups[episode]), key].append((episode, step))
     return list(anchors.values())
 
 
@@ -42,7 +45,8 @@ def anchor_groups(episodes: Episodes) -> list[list[Place]]:
 def gigpo(episodes: Episodes, options: Options) -> Doubles:
     """A^E + ω A^S: grpo's advantage of the episode, and that of the turn's return among the turns of the group that begin in the same state.
 
-    Feng et al. 2025 (GiGPO, arXiv:2505.10978), eq. 3 to 8, with the standard deviation as the normalisation of both.
+    Feng et al. 2025 (GiGPO, arXiv:2505.10978), eq. 3 to 8, with the standard deviation as the normalisation of both. A summary of the context is
+    not a step of the environment: its tokens belong to the action after it, which begins in the same state.
     """
     advantages = episodes.on_tokens(episodes.by_group(standardised))
     returns = turn_returns(episodes, options.gamma)
@@ -51,7 +55,7 @@ def gigpo(episodes: Episodes, options: Options) -> Doubles:
         values = [returns[place] for place in places]
         if len(values) > 1 and max(values) - min(values) >= EQUAL:
             turn_advantages |= zip(places, standardised(values), strict=True)
-    of_tokens = zip(episodes.episode.tolist(), episodes.turn.tolist(), strict=True)
+    of_tokens = zip(episodes.episode.tolist(), episodes.step.tolist(), strict=True)
     return advantages + options.step_weight * np.array([turn_advantages.get(place, 0.0) for place in of_tokens])
 
 

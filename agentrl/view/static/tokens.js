@@ -220,8 +220,9 @@ AR.conversation = function (e) {
   const prompt = first && first.text ? first.text.filter((_, i) => first.provenance[i] === 0).join("") : typeof e.task.prompt === "string" ? e.task.prompt : JSON.stringify(e.task.prompt, null, 1);
   const turns = e.turns.map((t) => {
     const a = t.action;
-    const head = [AR.h("b", {}, `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} cached tokens` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.rewards ? `rewards ${AR.visible(Object.entries(t.rewards).map(([k, v]) => `${k} ${AR.number(v)}`).join(", "))}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 && t.segment >= 0 ? `segment ${t.segment}` : null];
+    const head = [AR.h("b", {}, t.summary ? `turn ${t.index}: a summary of the context` : `turn ${t.index}`), `${a.finish_reason}${t.matched_stop === null ? "" : ` at ${AR.visible(JSON.stringify(t.matched_stop))}`}`, t.timings.generate_s !== undefined ? `generated in ${AR.seconds(t.timings.generate_s)}` : null, t.timings.cached_tokens ? `${t.timings.cached_tokens} cached tokens` : null, t.reward ? `step reward ${AR.number(t.reward)}` : null, t.rewards ? `rewards ${AR.visible(Object.entries(t.rewards).map(([k, v]) => `${k} ${AR.number(v)}`).join(", "))}` : null, t.state_key !== null ? `state ${AR.visible(t.state_key)}` : null, e.segments.length > 1 && t.segment >= 0 ? `segment ${t.segment}` : null];
     return AR.h("article", { class: "turn" }, AR.h("header", {}, head.filter(Boolean).map((x) => (x instanceof Node ? x : AR.h("span", {}, x)))),
+      t.summary ? AR.part("env", "the context policy, as user", AR.h("pre", {}, AR.visible(t.summary.instruction))) : null,
       AR.part("policy", t.agent_id === "policy" ? "policy" : AR.speaker(e, t.agent_id), AR.h("pre", {}, AR.visible(a.text) || "(empty)")),
       a.calls.map((c, n) => {
         const r = a.results[n];
