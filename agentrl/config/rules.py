@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ _SGLANG_ONLY = (
 _OUR_SERVERS_ONLY = (
     "rollout_num_gpus rollout_min_num_gpus rollout_num_gpus_per_engine engine_python engine_pythonpath"
 ).split()
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_]+")
 
 
 def check(config: Config, given: Container[str] = FIELDS) -> None:
@@ -36,10 +38,37 @@ def check(config: Config, given: Container[str] = FIELDS) -> None:
     _check_schedule(config)
     _check_eval_data(config.eval.eval_prompt_data)
     _check_eval_engine(config)
+    _check_adapters(config)
     _check_objects(config)
     unread = [f"{_flag(name)} has no effect {what}" for name, what in _without_effect(config) if name in given]
     if unread:
         raise ConfigError.of_all(unread)
+
+
+def _check_adapters(config: Config) -> None:
+    """Refuse what several adapters in a run cannot be combined with."""
+    if not config.lora.lora_adapters:
+        return
+    if not config.lora.used:
+        raise ConfigError("--lora-adapter has no effect without --lora-rank; add it")
+    for owner, name in config.lora.lora_adapters.items():
+        if not _ADAPTER_NAME.fullmatch(name):
+            raise ConfigError(
+                f"--lora-adapter {owner}={name}: the name of an adapter consists of letters, digits and _; it is a folder's name too"
+            )
+    schedule, env = config.schedule, config.env
+    age = "counts the age of samples in versions of one policy"
+    for given, flag, why in (
+        (config.engine.engine != "local", f"--engine {config.engine.engine}", "serves one policy"),
+        (schedule.schedule != "sync", f"--schedule {schedule.schedule}", age),
+        (schedule.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path", age),
+        (schedule.over_sampling_batch_size, "--over-sampling-batch-size", age),
+        (config.eval.eval_engine, "--eval-engine", "receives the weights of one policy"),
+        (env.custom_generate_function_path, "--custom-generate-function-path", "names no adapter in its requests"),
+        (env.rollout_function_path, "--rollout-function-path", "names no adapter in its requests"),
+    ):
+        if given:
+            raise ConfigError(f"--lora-adapter trains several policies, and {flag} {why}; leave one of them out")
 
 
 def _check_objects(config: Config) -> None:

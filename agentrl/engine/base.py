@@ -39,6 +39,8 @@ class SamplingParams:
     """seed of the generation; used by deterministic engines"""
     routed_experts_from: int | None = None
     """return the experts of all tokens from this position on, but the last that is sampled (router replay); None: return none"""
+    adapter: str | None = None
+    """which of several adapters samples; None: the engine's one set of weights"""
 
 
 class Speculation(NamedTuple):

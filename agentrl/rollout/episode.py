@@ -122,6 +122,8 @@ class EpisodeRunner:
     """plays a `BranchSpec`; None: the rollout has no branches"""
     players: Mapping[str, Player] = field(default_factory=dict)
     """who plays the roles that the policy does not play, by role"""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """which of several adapters plays a role of the policy, by role; with the key '' that of all roles; empty: there is one policy"""
 
     async def run(self, spec: EpisodeSpec) -> Trajectory:
         """Play, score and close one episode. A failure of infrastructure becomes the trajectory's stop reason.
@@ -441,7 +443,13 @@ class Episode:
         """
         s, renderer = self.runner.sampling, self.runner.renderer
         stops, start = (renderer.stop, renderer.stop_token_ids), None if s.routed_experts_from is None else known
-        return SamplingParams(room, s.temperature, s.top_p, s.top_k, *stops, s.ignore_eos, seed, start)
+        adapter = self.adapter() if self.runner.adapters else None
+        return SamplingParams(room, s.temperature, s.top_p, s.top_k, *stops, s.ignore_eos, seed, start, adapter)
+
+    def adapter(self) -> str | None:
+        """The adapter that plays the current seat; None: a frozen model plays it."""
+        adapters = self.runner.adapters
+        return None if self.seat.generator is not None else adapters.get(self.seat.role, adapters.get(""))
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The schemas of the episode's tools, which do not change while it runs."""

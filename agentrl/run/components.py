@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config import Config, EngineSettings
 from agentrl.config.mixture import env_shares
-from agentrl.core.routed_experts import RouterShape
 from agentrl.data.task_sets import TaskSets
 from agentrl.engine.base import Engine, Generator, SamplingParams
 from agentrl.env import Env, check_env_args, make_env_class
@@ -32,11 +31,11 @@ from agentrl.rollout.process_pool import ProcessPlace, ProcessPool, ThisMachine
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
 from agentrl.run.machines import gpus_of_trainer, make_nodes, ranks_per_node
-from agentrl.run.model_folder import context_length, model_config, model_folder
+from agentrl.run.model_folder import context_length, model_config, model_folder, router_of
 from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
 from agentrl.run.runner_settings import RunnerSettings, runner_settings
-from agentrl.run.trained_adapters import trained_adapters
+from agentrl.run.trained_adapters import adapters_of_envs, check_role_adapters, trained_adapters
 from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
@@ -69,7 +68,13 @@ class Components:
         self.config = config
         self.envs, self.shares, self._env_concurrency = _env_components(config)
         """the components of each of several environments by its label, and their shares; {} if the run has one environment"""
+        self.adapters: dict[str, str] = dict(config.lora.lora_adapters) if trains else {}
+        """which of several adapters a role plays, or '' for all roles; of several environments, by label; {}: there is one policy"""
         if self.envs:
+            if self.adapters:
+                self.adapters = adapters_of_envs(self.adapters, env_shares(config), self.envs)
+            for label, adapter in self.adapters.items():
+                self.envs[label].adapters = {"": adapter}
             config = next(iter(self.envs.values())).config
         self.folder = model_folder(config.model.hf_checkpoint)
         self.env_class = make_env_class(config.env.env)
@@ -102,7 +107,7 @@ class Components:
         self.context_length = context_length(self.folder, self.config.rollout.rollout_max_context_len)
         self.tasks.prompts.context_length = self.context_length
         self.trains = trains
-        self.router = _router(self.folder) if self.config.rollout.use_rollout_routing_replay else None
+        self.router = router_of(self.folder) if self.config.rollout.use_rollout_routing_replay else None
         """what the model's routers choose from, if their choices are recorded"""
         self.servers: ServerPlan | None = None
         config = self.config
@@ -140,6 +145,7 @@ class Components:
                 self.tasks.prompts.tools = [tool.schema for tool in instance.tools.values()]
                 if instance.env is not None:
                     await self.players.check(tuple(instance.env.roles))
+                    check_role_adapters(self.adapters, tuple(instance.env.roles), self.players.training, self.label)
                     if instance.env.roles and self.config.rollout.branch_at:
                         raise ConfigError(several_roles(self.label))
                 check_tools(self.env_class, self.renderer, list(instance.tools), str(self.folder))
@@ -276,6 +282,7 @@ class Components:
             driver=self.driver,
             play_branch=play_branch,
             players=self.players.evaluation if settings.evaluation else self.players.training,
+            adapters=self.adapters,
         )
 
     def slime_runner(self, generator: Generator, settings: RunnerSettings, function: Callable[..., Any]) -> SlimeRunner:
@@ -354,6 +361,11 @@ class Components:
                 for member in fleet.members:
                     member.engine.keep_tokens(self.tokenizer.decode)
             return fleet
+        if self.adapters:
+            from agentrl.engine.local.adapter_engines import AdapterEngines
+
+            names = dict.fromkeys(self.adapters.values())
+            return AdapterEngines({name: self._local_engine(self.folder, adapter=name) for name in names})
         return self._local_engine(self.folder)
 
     def evaluation_engine(self) -> EvaluationEngine | None:
@@ -372,8 +384,8 @@ class Components:
         engine = self._local_engine(self.folder)
         return EvaluationEngine(engine, self.weight_sync(engine))
 
-    def _local_engine(self, folder: Path) -> LocalEngine:
-        """The local engine of a model folder, not started."""
+    def _local_engine(self, folder: Path, *, adapter: str | None = None) -> LocalEngine:
+        """The local engine of a model folder, not started. `adapter`: the one that it serves."""
         from agentrl.engine.local.engine import LocalEngine
 
         return LocalEngine(
@@ -385,6 +397,7 @@ class Components:
             keep_interrupted=self._keeps_interrupted,
             single_token_chunks=self.config.train.true_on_policy_mode,
             records_experts=self.router is not None and folder == self.folder,
+            adapter=adapter,
         )
 
     @property
@@ -392,11 +405,11 @@ class Components:
         """Whether generations that a weight update interrupts keep their tokens."""
         return self.config.schedule.schedule == "async" and self.config.schedule.partial_rollout
 
-    def weight_sync(self, engine: Engine) -> WeightSync:
-        """The way the trainer's weights reach `engine`."""
+    def weight_sync(self, engine: Engine, versions: Mapping[str, int] | None = None) -> WeightSync:
+        """The way the trainer's weights reach `engine`. `versions`: the current version of each adapter, of several."""
         from agentrl.weight_sync.make import make_weight_sync
 
-        return make_weight_sync(self.config.engine, self.servers, engine, self.folder)
+        return make_weight_sync(self.config.engine, self.servers, engine, self.folder, versions or {})
 
     def trainer(self, run_dir: Path, *, reference: bool) -> Trainer:
         """Start the trainer; takes seconds, because each rank imports torch and megatron. `reference`: keep a frozen copy of the model."""
@@ -473,21 +486,6 @@ def _env_components(config: Config) -> tuple[dict[str, Components], dict[str, fl
             raise ConfigError(f"--env has two environments with the label {label!r}; give one of them another `name`")
         envs[label], shares[label], limits[label] = components, member.share, member.concurrency
     return envs, shares, limits
-
-
-def _router(folder: Path) -> RouterShape:
-    """What a model's routers choose from.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    from agentrl.train.megatron.model_config import read_model_config
-
-    if (router := read_model_config(folder).router) is None:
-        raise ConfigError(
-            f"--use-rollout-routing-replay is for mixtures of experts; {folder} is a dense model: leave it out"
-        )
-    return router
 
 
 def _day(text: str | None) -> datetime.datetime | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.core.routed_experts import RouterShape
 from agentrl.errors import ConfigError
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -120,3 +121,18 @@ def token_ids(folder: Path) -> dict[str, Any]:
         "vocabulary": tokenizer["model"]["vocab"],
         "added": {t["content"]: t["id"] for t in tokenizer["added_tokens"]},
     }
+
+
+def router_of(folder: Path) -> RouterShape:
+    """What a model's routers choose from.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from agentrl.train.megatron.model_config import read_model_config
+
+    if (router := read_model_config(folder).router) is None:
+        raise ConfigError(
+            f"--use-rollout-routing-replay is for mixtures of experts; {folder} is a dense model: leave it out"
+        )
+    return router

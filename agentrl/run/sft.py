@@ -19,7 +19,7 @@ from agentrl.core.program_name import command
 from agentrl.core.seeds import derive_seed
 from agentrl.data.conversations import Census, read_conversations
 from agentrl.data.row_files import SUFFIXES, data_files, data_suffix
-from agentrl.errors import DataError, NonFiniteError
+from agentrl.errors import ConfigError, DataError, NonFiniteError
 from agentrl.run.components import Components
 from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo, RunLog
@@ -39,6 +39,8 @@ PROGRESS_STEPS = 10
 
 async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) -> Path:
     """Train for `sft_epochs` in batches of `sft_batch_size` episodes; the weights are in `hf/` of the run folder, which is returned."""
+    if config.lora.lora_adapters:
+        raise ConfigError("--lora-adapter is for environments and roles, of which `agentrl sft` has none; leave it out")
     components = Components(config, trains=False)
     components.require_trainable()
     episodes = load_episodes(sources, components, echo)
@@ -60,7 +62,7 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
                 rows = sft_rows(batch, config)
                 try:
                     metrics, rates = await recorded_step(
-                        trainer, folder, rows, LossConfig(kind="sft"), lr, step, step + 1
+                        trainer, folder, rows, LossConfig(kind="sft"), lr, step=step, optimizer_step=step + 1
                     )
                 except NonFiniteError as e:
                     skip_or_stop(config, step + 1, e)

@@ -11,10 +11,11 @@ from agentrl.errors import DataError
 from agentrl.rollout.failures import CauseTable
 from agentrl.run.collector import CollectedEpisodes
 from agentrl.run.components import Components
+from agentrl.run.estimator_checks import require_estimator
 from agentrl.run.metrics import StageReport, rollout_metrics
 from agentrl.run.recorded_ids import RecordedIds
 from agentrl.run.run_log import Echo
-from agentrl.run.training import TrainingRun, require_estimator
+from agentrl.run.training import TrainingRun
 from agentrl.store import IndexEntry, Recording, exactness_violations, from_record
 from agentrl.types import Group, Status, Trajectory
 

@@ -1,13 +1,17 @@
-"""The adapters that a run trains (`--lora-rank`): what they are, and whether a checkpoint holds them."""
+"""The adapters that a run trains (`--lora-rank`): what they are, whether a checkpoint holds them, and what each of several is trained on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config import Config
-from agentrl.errors import ConfigError
+from agentrl.config.mixture import EnvShare
+from agentrl.errors import ConfigError, DataError, StoreError, suggest
 from agentrl.run.players import INITIAL
+from agentrl.types import Group
 
 if TYPE_CHECKING:
     from agentrl.train.megatron.lora import Lora
@@ -33,6 +37,82 @@ def trained_adapters(config: Config, folder: Path) -> Lora | None:
     return resolve(config.lora, folder, read_model_config(folder), config.megatron, tree_packing=tree_packing)
 
 
+def adapters_of_envs(adapters: Mapping[str, str], shares: Sequence[EnvShare], labels: Iterable[str]) -> dict[str, str]:
+    """The adapter of each of several environments, by its label.
+
+    Args:
+        adapters: `--lora-adapter`, by the names in `--env`.
+        shares: the environments.
+        labels: theirs, in the same order.
+
+    Raises:
+        ConfigError: an environment has none, or there is no such environment.
+    """
+    names = [share.name for share in shares]
+    for name in adapters:
+        if name not in names:
+            raise ConfigError(
+                f"--lora-adapter {name}=…: there is no environment {name!r}{suggest(name, names)}; --env has {', '.join(names)}"
+            )
+    if missing := [name for name in names if name not in adapters]:
+        raise ConfigError(f"--lora-adapter names no adapter for {missing[0]}; give --lora-adapter {missing[0]}=NAME")
+    return {label: adapters[name] for name, label in zip(names, labels, strict=True)}
+
+
+def check_role_adapters(
+    adapters: Mapping[str, str], roles: Sequence[str], players: Mapping[str, object], label: str
+) -> None:
+    """Refuse adapters of roles that the policy does not play, and roles of the policy without one.
+
+    Args:
+        adapters: by role; with the key '' those of all roles.
+        roles: of the environment.
+        players: who plays the roles that the policy does not play.
+        label: the environment's.
+
+    Raises:
+        ConfigError: one does not fit.
+    """
+    if not adapters or "" in adapters:
+        return
+    own = [role for role in roles if role not in players]
+    for role in adapters:
+        if role not in own:
+            played = f"the policy plays {', '.join(own)}" if own else "it has no roles, and is the only environment"
+            raise ConfigError(f"--lora-adapter {role}=…: {label} has no role {role!r} of the policy, {played}")
+    if missing := [role for role in own if role not in adapters]:
+        raise ConfigError(
+            f"--lora-adapter names no adapter for the role {missing[0]} of {label}; give {missing[0]}=NAME"
+        )
+
+
+def groups_by_adapter(groups: Sequence[Group], adapters: Mapping[str, str]) -> dict[str, list[Group]]:
+    """What each adapter is trained on: the groups of its environments, or of every group the sides of its roles.
+
+    Args:
+        groups: of a rollout.
+        adapters: by environment or by role.
+
+    Raises:
+        DataError: an episode is of no adapter.
+    """
+    parts: dict[str, list[Group]] = {name: [] for name in adapters.values()}
+    for group in groups:
+        first = group.trajectories[0]
+        if first.env in adapters:
+            parts[adapters[first.env]].append(group)
+            continue
+        if unknown := [r for t in group.trajectories for r in t.roles or (t.env,) if r not in adapters]:
+            raise DataError(
+                f"episode {first.episode_id}: {unknown[0]} has no adapter; --lora-adapter names those of {', '.join(adapters)}"
+            )
+        for name, members in parts.items():
+            sides = [replace(t, roles=tuple(r for r in t.roles if adapters[r] == name)) for t in group.trajectories]
+            if kept := tuple(t for t in sides if t.roles):
+                members.append(replace(group, trajectories=kept))
+    return parts
+
+
 def describe_adapters(config: Config, folder: Path) -> str | None:
     """What is trained, in one line; None: all weights."""
     from agentrl.train.megatron.lora import describe
@@ -48,8 +128,18 @@ def require_adapters(config: Config, folder: Path, checkpoint: Path) -> None:
     Raises:
         UsageError, StoreError: it is.
     """
-    from agentrl.train.megatron.checkpoint_model import require_model
+    from agentrl.train.megatron.checkpoint_model import ADAPTERS, adapter_folder, require_model
     from agentrl.train.megatron.model_config import read_model_config
 
-    if config.lora.used:
-        require_model(checkpoint, read_model_config(folder), trained_adapters(config, folder))
+    if not config.lora.used:
+        return
+    lora = trained_adapters(config, folder)
+    names = [] if lora is None else sorted(name for name, _ in lora.adapters)
+    saved = sorted(path.name for path in (checkpoint / ADAPTERS).iterdir()) if (checkpoint / ADAPTERS).is_dir() else []
+    if names != saved:
+        raise StoreError(
+            f"{checkpoint} holds {'the adapters ' + ' '.join(saved) if saved else 'one adapter'}, the settings name "
+            f"{' '.join(names) or 'none'}; give the --lora-adapter of its run"
+        )
+    for place in [adapter_folder(checkpoint, name) for name in names] or [checkpoint]:
+        require_model(place, read_model_config(folder), lora)

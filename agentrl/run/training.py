@@ -8,25 +8,26 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import Config, TrainSettings
+from agentrl.config import Config
 from agentrl.core.program_name import command
 from agentrl.engine.base import Engine
-from agentrl.errors import ConfigError, NonFiniteError
+from agentrl.errors import NonFiniteError
 from agentrl.run.components import Components
+from agentrl.run.estimator_checks import loss_warnings, require_estimator, require_groups, require_state_keys
 from agentrl.run.evaluation import Evaluations, evaluate
 from agentrl.run.machines import require_weights_folder
 from agentrl.run.metrics import StageReport, mean_over_steps
 from agentrl.run.rollouts import EpisodeRun, Plays
 from agentrl.run.run_log import Echo
 from agentrl.run.timeline import Timeline, ceiling
-from agentrl.run.trained_adapters import describe_adapters, require_adapters
+from agentrl.run.trained_adapters import describe_adapters, groups_by_adapter, require_adapters
 from agentrl.run.windowed_training import WindowedTraining, check_saved_schedule, check_schedule, uses_window
 from agentrl.store.run_folder import RunFolder
-from agentrl.train.base import Critic, LossConfig, Row, Trainer
+from agentrl.train.base import AdapterTrainer, Critic, LossConfig, Row, Trainer
 from agentrl.train.estimators import find_estimator
 from agentrl.train.restarting import RestartingTrainer
 from agentrl.train.schedule import rollout_learning_rate
@@ -110,6 +111,18 @@ async def train_synchronously(run: TrainingRun) -> None:
     run.log.echo(ceiling(run.report.totals))
 
 
+@dataclass
+class _Part:
+    """What the optimizer steps of the policy, or of one of several adapters, gave."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """of their preparation, and the critic's"""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    rates: list[dict[str, float]] = field(default_factory=list)
+    rows: int = 0
+    skipped: int = 0
+
+
 class TrainingRun(EpisodeRun):
     """A run with a trainer, whose weights are brought to the engine after each step."""
 
@@ -121,7 +134,10 @@ class TrainingRun(EpisodeRun):
         super().__init__(components, resume=resume, echo=echo, plays=plays)
         self.first_step: int = self.state.get("step", 0)
         self.optimizer_step: int = self.state.get("optimizer_step", 0)
-        self.weights = components.weight_sync(self.engine)
+        new = dict.fromkeys(components.adapters.values(), 0)
+        self.adapter_versions: dict[str, int] = new | self.state.get("adapter_versions", {})
+        """version of the weights of each of several adapters; {}: there is one policy"""
+        self.weights = components.weight_sync(self.engine, self.adapter_versions)
         self.evaluation_engine = components.evaluation_engine() if self.eval_sets else None
         """the engine of --eval-engine"""
         self.estimator = find_estimator(self.config.train.advantage_estimator)
@@ -172,7 +188,7 @@ class TrainingRun(EpisodeRun):
         if (trained := describe_adapters(self.config, components.folder)) is not None:
             self.log.echo(trained)
         changed = self.checkpoint is not None or self.config.lora.lora_adapter_path is not None
-        if changed or (await self.engine.health()).policy_version != self.policy_version:
+        if changed or self.adapter_versions or (await self.engine.health()).policy_version != self.policy_version:
             await self.weights.yield_gpu(self.trainer)
             await self.weights.sync(self.trainer, self.policy_version)
         if self.evaluation_engine is not None:
@@ -192,7 +208,7 @@ class TrainingRun(EpisodeRun):
         components, path = self.components, self.folder.path
         settings = self.config.train
         for warning in loss_warnings(settings):
-            logger.warning("%s", warning)
+            logger.warning(warning)
         self._trainer = await asyncio.to_thread(components.trainer, path, reference=needs_reference(settings))
         if "critic" in self.estimator.needs:
             self.critic = await asyncio.to_thread(components.critic, path)
@@ -202,36 +218,66 @@ class TrainingRun(EpisodeRun):
         """Compute advantages and rows, and take `num_steps_per_rollout` optimizer steps."""
         started = time.perf_counter()
         await self.complete_save()
-        settings = self.config.train
         await self.weights.yield_gpu(self.trainer)
         if self.critic is not None:
             await asyncio.to_thread(self.critic.onload)
-        models = Models(trainer=self.trainer, critic=self.critic, teachers=self.teachers)
-        batches = await prepare(groups, self.config, models, policy_version=self.policy_version)
-        metrics: dict[str, float] = {f"train/{name}": value for name, value in batches.metrics.items()}
-        metrics |= await self.optimize_critic(step, batches.critic)
-        policy = batches.policy if step >= settings.num_critic_only_steps else []
-        lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)
-        steps, rates, skipped = [], [], 0
-        for number, rows in enumerate(policy):
-            if number and loss.policy_loss == "sequence":
-                rows = await with_sequence_ratios(self.trainer, rows)
-            self.optimizer_step += 1
-            try:
-                trained = await recorded_step(self.trainer, self.folder, rows, loss, lr, step, self.optimizer_step)
-            except NonFiniteError as e:
-                skip_or_stop(self.config, self.optimizer_step, e)
-                skipped += 1
-                continue
-            if number:  # the weights are not those that sampled
-                trained[0].pop(TRUE_ON_POLICY, None)
-            steps.append(trained[0])
-            rates.append(trained[1])
-        self.rates = {f"train/{name}": mean for name, mean in mean_over_steps(rates).items()}
-        metrics |= {"train/steps": len(steps), "train/rows": sum(map(len, policy))}
+        parts = await self._parts(step, groups)
+        steps = [metrics for part in parts.values() for metrics in part.steps]
+        rates = mean_over_steps([rates for part in parts.values() for rates in part.rates])
+        self.rates = {f"train/{name}": mean for name, mean in rates.items()}
+        metrics: dict[str, float] = {}
+        for adapter, part in parts.items():
+            own = part.metrics
+            if adapter:
+                own |= {"steps": len(part.steps), "rows": part.rows, **mean_over_steps(part.steps)}
+            metrics |= {f"train/{adapter}/{name}" if adapter else f"train/{name}": v for name, v in own.items()}
+        skipped = sum(part.skipped for part in parts.values())
+        metrics |= {"train/steps": len(steps), "train/rows": sum(part.rows for part in parts.values())}
         metrics |= {"train/non_finite_steps": skipped} if skipped else {}
         metrics |= {f"train/{name}": mean for name, mean in mean_over_steps(steps).items()}
         return StageReport(metrics, {"train_s": time.perf_counter() - started})
+
+    async def _parts(self, step: int, groups: Sequence[Group]) -> dict[str, _Part]:
+        """The optimizer steps of the policy, or of each adapter on what is its own; by its name, '' for the policy."""
+        if not self.adapter_versions:
+            return {"": await self._optimize(step, groups, self.trainer)}
+        parts = {}
+        for name, members in groups_by_adapter(groups, self.components.adapters).items():
+            trainer: Any = AdapterTrainer(self.trainer, name)
+            parts[name] = await self._optimize(step, members, trainer, name) if members else _Part()
+        return parts
+
+    async def _optimize(self, step: int, groups: Sequence[Group], trainer: Trainer, adapter: str = "") -> _Part:
+        """The optimizer steps on these groups; `adapter`: what `trainer` trains, of several."""
+        settings, part = self.config.train, _Part()
+        models = Models(trainer=trainer, critic=self.critic, teachers=self.teachers)
+        version = self.adapter_versions.get(adapter, self.policy_version)
+        batches = await prepare(groups, self.config, models, policy_version=version)
+        part.metrics = dict(batches.metrics)
+        part.metrics |= await self.optimize_critic(step, batches.critic)
+        policy = batches.policy if step >= settings.num_critic_only_steps else []
+        part.rows = sum(map(len, policy))
+        lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)
+        for number, rows in enumerate(policy):
+            if number and loss.policy_loss == "sequence":
+                rows = await with_sequence_ratios(trainer, rows)
+            self.optimizer_step += 1
+            values: dict[str, Any] = {
+                "step": step,
+                "optimizer_step": self.optimizer_step,
+                **({"adapter": adapter} if adapter else {}),
+            }
+            try:
+                trained = await recorded_step(trainer, self.folder, rows, loss, lr, **values)
+            except NonFiniteError as e:
+                skip_or_stop(self.config, self.optimizer_step, e)
+                part.skipped += 1
+                continue
+            if number:  # the weights are not those that sampled
+                trained[0].pop(TRUE_ON_POLICY, None)
+            part.steps.append(trained[0])
+            part.rates.append(trained[1])
+        return part
 
     async def optimize_critic(self, step: int, batches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """Take the critic's optimizer steps and free its memory; returns their metrics."""
@@ -249,7 +295,7 @@ class TrainingRun(EpisodeRun):
             else:
                 steps[-1].pop("rates", None)
         await asyncio.to_thread(self.critic.offload)
-        return {f"train/critic_{name}": mean for name, mean in mean_over_steps(steps).items()}
+        return {f"critic_{name}": mean for name, mean in mean_over_steps(steps).items()}
 
     async def sync(self, training: StageReport) -> StageReport:
         """Bring the weights to the engine: new ones if there was an optimizer step, else those it gave up with its memory."""
@@ -258,10 +304,13 @@ class TrainingRun(EpisodeRun):
         trained = training.metrics["train/steps"] > 0
         if trained:
             self.policy_version += 1
+        for name in self.adapter_versions:
+            self.adapter_versions[name] += training.metrics[f"train/{name}/steps"] > 0
         if trained or self.weights.gpu_yielded:
             await self.weights.sync(self.trainer, self.policy_version)
             metrics |= self.weights.metrics()
         metrics["policy_version"] = self.policy_version
+        metrics |= {f"policy_version/{name}": version for name, version in self.adapter_versions.items()}
         return StageReport(metrics, {"sync_s": time.perf_counter() - started})
 
     def further_timings(self) -> dict[str, float]:
@@ -295,6 +344,7 @@ class TrainingRun(EpisodeRun):
             "source": {} if recorded else self.source.state_dict(),
             "report": self.report.state_dict(),
             **({"schedule": schedule} if schedule is not None else {}),
+            **({"adapter_versions": dict(self.adapter_versions)} if self.adapter_versions else {}),
         }
         await self.complete_save()
         await self.weights.yield_gpu(self.trainer, keep_weights=True)
@@ -355,10 +405,11 @@ class TrainingRun(EpisodeRun):
     def next_steps(self) -> list[str]:
         """See `EpisodeRun.next_steps`; the trained weights can be used as any other model, adapters as those of peft."""
         weights, adapter = (shlex.quote(str(self.folder.path / name)) for name in ("hf", ADAPTER))
-        steps = [*super().next_steps(), f"use its weights as a model: --model {weights}"]
-        return (
-            [*steps, f"train its adapters further: --lora-adapter-path {adapter}"] if self.config.lora.used else steps
-        )
+        steps = super().next_steps()
+        if not self.adapter_versions:
+            steps = [*steps, f"use its weights as a model: --model {weights}"]
+        further = f"train its adapters further: --lora-adapter-path {adapter}"
+        return [*steps, further] if self.config.lora.used else steps
 
     async def close(self) -> None:
         """See `EpisodeRun.close`; then stop the trainer."""
@@ -387,7 +438,19 @@ class TrainingRun(EpisodeRun):
 
 
 def export_trained(trainer: Trainer, folder: RunFolder) -> None:
-    """Write the weights into `hf/` of the run folder, with adapters merged into them, and the adapters themselves into `adapter/`."""
+    """Write the weights into `hf/` of the run folder, with adapters merged into them, and the adapters themselves into `adapter/`.
+
+    Of several adapters only they themselves are written, into `adapter/NAME`.
+    """
+    if several := dict.fromkeys(folder.config.lora.lora_adapters.values()):
+
+        def write(path: Path) -> None:
+            path.mkdir()
+            for name in several:
+                trainer.export_adapter(path / name, adapter=name)
+
+        folder.export(write, ADAPTER)
+        return
     folder.export(trainer.export_weights)
     if folder.config.lora.used:
         folder.export(trainer.export_adapter, ADAPTER)
@@ -403,10 +466,15 @@ async def recorded_step(
     rows: Sequence[Row],
     loss: LossConfig,
     lr: float,
+    *,
     step: int,
     optimizer_step: int,
+    **further: Any,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Take one optimizer step and record what the trainer was given; returns the step's metrics, and its rates, which depend on time."""
+    """Take one optimizer step and record what the trainer was given; returns the step's metrics, and its rates, which depend on time.
+
+    `further`: fields of the record.
+    """
     take = trainer.step
     if optimizer_step == folder.config.run.profile:
         take = functools.partial(trainer.step, profile=folder.path / "profile")
@@ -414,7 +482,7 @@ async def recorded_step(
     log_probs, rates = metrics.pop("log_probs"), metrics.pop("rates", {})
     if folder.config.train.true_on_policy_mode:
         metrics[TRUE_ON_POLICY] = engine_difference(rows, log_probs)
-    values = {"step": step, "optimizer_step": optimizer_step, "loss": asdict(loss), "lr": lr}
+    values = {"step": step, "optimizer_step": optimizer_step, **further, "loss": asdict(loss), "lr": lr}
     folder.episodes.write_step(**step_record(rows, trainer, log_probs, **values), metrics=metrics)
     return metrics, rates
 
@@ -430,68 +498,3 @@ def skip_or_stop(config: Config, optimizer_step: int, error: NonFiniteError) -> 
             f"optimizer step {optimizer_step}: {error}; to leave such steps out: --non-finite-step skip"
         ) from error
     logger.warning("optimizer step %d is left out: %s", optimizer_step, error)
-
-
-def require_estimator(config: Config) -> None:
-    """Refuse an estimator that needs what the settings lack or contradict.
-
-    Raises:
-        UsageError: the estimator is unknown, or the settings do not give it what it needs.
-    """
-    settings = config.train
-    estimator = find_estimator(settings.advantage_estimator)
-    named = f"--advantage-estimator {settings.advantage_estimator}"
-    if "teacher" in estimator.needs and not settings.opd_teacher:
-        raise ConfigError(f"{named} learns from a teacher alone; give --opd-teacher")
-    if "branches" in estimator.needs and not config.rollout.branch_at:
-        raise ConfigError(f"{named} compares siblings at a branch; give --branch-at with the turns to branch at")
-    if estimator.policy_loss == "sequence":
-        if settings.calculate_per_token_loss:
-            raise ConfigError(
-                f"{named} weighs episodes equally, whatever their length; give --calculate-per-token-loss false"
-            )
-        if settings.proximal_log_probs != "forward":
-            raise ConfigError(
-                f"{named} needs the trainer's old log-probabilities of whole episodes; give --proximal-log-probs forward"
-            )
-
-
-def require_state_keys(components: Components) -> None:
-    """Refuse an estimator that compares turns in equal states, in an environment that does not tell states apart.
-
-    Raises:
-        ConfigError: the environment gives no state keys.
-    """
-    name = components.config.train.advantage_estimator
-    if "state_keys" in find_estimator(name).needs and not components.gives_state_keys:
-        raise ConfigError(
-            f"--advantage-estimator {name} compares turns that begin in the same state, but {components.env_class.label()} does not name its "
-            "states; return StepResult(state_key=...) in every step and set gives_state_keys = True, or choose another estimator"
-        )
-
-
-def require_groups(config: Config) -> None:
-    """Refuse groups of one episode, which have no advantage, unless there is another term to train on.
-
-    Raises:
-        ConfigError: the groups are too small.
-    """
-    settings = config.train
-    compares = "group" in find_estimator(settings.advantage_estimator).needs
-    further = settings.kl_loss_coef or settings.entropy_coef
-    if config.rollout.n_samples_per_prompt == 1 and compares and not further:
-        raise ConfigError(
-            "--n-samples-per-prompt 1 trains nothing: the advantage of an episode is its difference from the others of its group; "
-            "give at least 2 (or --kl-loss-coef or --entropy-coef, to train on these terms alone)"
-        )
-
-
-def loss_warnings(settings: TrainSettings) -> list[str]:
-    """What the loss of these settings does not do, although its name suggests it."""
-    warnings = []
-    if settings.kl_loss_coef and settings.kl_loss_type == "k1" and not settings.use_unbiased_kl:
-        warnings.append(
-            "--kl-loss-type k1 has no gradient in expectation while the ratio is 1: E[∇ log π] = 0; "
-            "give k2 or k3, or --use-unbiased-kl"
-        )
-    return warnings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -210,14 +211,31 @@ class Trainer(Protocol):
     """a prefix that rows of a micro-batch share is computed once"""
     restarts: int
     """how often the ranks were started again; a group of ranks and servers ends with them"""
+    adapters: tuple[str, ...]
+    """names of several adapters, one of which every command on weights then names; (): one set of weights"""
 
-    def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
+    def log_probs(
+        self,
+        rows: Sequence[Row],
+        *,
+        reference: bool = False,
+        trained_only: bool = False,
+        adapter: str | None = None,
+    ) -> list[Floats]:
         """Per-token log-probs of the current or the reference model, at each row's temperature. Entry 0 is 0.
 
         `trained_only`: only where `Row.weights` is not 0, and 0 elsewhere; cheaper.
         """
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
+    def step(
+        self,
+        rows: Sequence[Row],
+        loss: LossConfig,
+        lr: float,
+        *,
+        profile: Path | None = None,
+        adapter: str | None = None,
+    ) -> dict[str, Any]:
         """One optimizer step on the global batch. Returns metrics (loss, grad_norm, clip_fraction …), `log_probs` and `rates`.
 
         `log_probs` equals `log_probs(rows, trained_only=True)` just before the step; the forward pass computes them anyway. `rates` depend on
@@ -230,10 +248,10 @@ class Trainer(Protocol):
     def deliver(self, action: str, **arguments: Any) -> list[Any]:
         """Run a method of `Sender` (train/megatron/delivery/sender.py) on every rank; results of the stages' first ranks, by stage."""
 
-    def export_weights(self, path: Path) -> WeightsManifest:
+    def export_weights(self, path: Path, *, adapter: str | None = None) -> WeightsManifest:
         """Write the weights under Hugging Face names as safetensors into the new folder `path`, one file per pipeline stage."""
 
-    def export_adapter(self, path: Path) -> None:
+    def export_adapter(self, path: Path, *, adapter: str | None = None) -> None:
         """Write the adapters as peft does into the new folder `path`, of a trainer that trains adapters."""
 
     def save(self, path: Path) -> None:
@@ -259,3 +277,20 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """Stop all ranks; idempotent."""
+
+
+class AdapterTrainer:
+    """A trainer of several adapters as the trainer of one of them, for what computes log-probs and takes steps.
+
+    Args:
+        trainer: of all.
+        name: of the adapter.
+    """
+
+    def __init__(self, trainer: Trainer, name: str) -> None:
+        self._trainer = trainer
+        self.log_probs = partial(trainer.log_probs, adapter=name)
+        self.step = partial(trainer.step, adapter=name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)

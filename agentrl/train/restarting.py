@@ -11,7 +11,7 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
@@ -40,6 +40,8 @@ class Step(NamedTuple):
     lr: float
     grad_norm: float | None
     """of the first time"""
+    options: Mapping[str, Any]
+    """the adapter that it trained, if there are several"""
 
 
 class Journal:
@@ -113,6 +115,7 @@ class RestartingTrainer:
         self.dtype, self.copies, self.stages = ranks.dtype, ranks.copies, ranks.stages
         self.micro_batch_tokens, self.micro_batch_rows = ranks.micro_batch_tokens, ranks.micro_batch_rows
         self.multiple, self.tree_packing = ranks.multiple, ranks.tree_packing
+        self.adapters = ranks.adapters
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class RestartingTrainer:
             ranks.load(self._checkpoint)
         for number, step in enumerate(self._journal, 1):
             try:
-                repeated = ranks.step(step.rows, step.loss, step.lr)["grad_norm"]
+                repeated = ranks.step(step.rows, step.loss, step.lr, **step.options)["grad_norm"]
             except NonFiniteError as e:
                 raise WorkerError(
                     f"optimizer step {number} since the checkpoint was finite, and is not now that it is repeated: {e}"
@@ -201,20 +204,36 @@ class RestartingTrainer:
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
+    def log_probs(
+        self,
+        rows: Sequence[Row],
+        *,
+        reference: bool = False,
+        trained_only: bool = False,
+        adapter: str | None = None,
+    ) -> list[Floats]:
         """See `Trainer.log_probs`."""
-        return self._command(lambda ranks: ranks.log_probs(rows, reference=reference, trained_only=trained_only))
+        options: dict[str, Any] = {"reference": reference, "trained_only": trained_only}
+        return self._command(lambda ranks: ranks.log_probs(rows, **options, **_of(adapter)))
 
     def values(self, rows: Sequence[Row]) -> list[Floats]:
         """See `Critic.values`."""
         return self._command(lambda ranks: ranks.values(rows))
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
+    def step(
+        self,
+        rows: Sequence[Row],
+        loss: LossConfig,
+        lr: float,
+        *,
+        profile: Path | None = None,
+        adapter: str | None = None,
+    ) -> dict[str, Any]:
         """See `Trainer.step`. A step that is not finite changes nothing and is not repeated."""
-        options = {} if profile is None else {"profile": profile}
+        options: dict[str, Any] = {} if profile is None else {"profile": profile}
         with self._lock:
-            metrics = self._command(lambda ranks: ranks.step(rows, loss, lr, **options))
-            self._journal.append(Step(rows, loss, lr, metrics["grad_norm"]))
+            metrics = self._command(lambda ranks: ranks.step(rows, loss, lr, **options, **_of(adapter)))
+            self._journal.append(Step(rows, loss, lr, metrics["grad_norm"], _of(adapter)))
         return metrics
 
     def deliver(self, action: str, **arguments: Any) -> list[Any]:
@@ -231,13 +250,13 @@ class RestartingTrainer:
 
             return self._command(send)
 
-    def export_weights(self, path: Path) -> WeightsManifest:
+    def export_weights(self, path: Path, *, adapter: str | None = None) -> WeightsManifest:
         """See `Trainer.export_weights`."""
-        return self._command(lambda ranks: ranks.export_weights(path))
+        return self._command(lambda ranks: ranks.export_weights(path, **_of(adapter)))
 
-    def export_adapter(self, path: Path) -> None:
+    def export_adapter(self, path: Path, *, adapter: str | None = None) -> None:
         """See `Trainer.export_adapter`."""
-        self._command(lambda ranks: ranks.export_adapter(path))
+        self._command(lambda ranks: ranks.export_adapter(path, **_of(adapter)))
 
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
@@ -292,6 +311,10 @@ class RestartingTrainer:
             ranks.close()
         with self._lock:
             self._journal.close()
+
+
+def _of(adapter: str | None) -> dict[str, Any]:
+    return {} if adapter is None else {"adapter": adapter}
 
 
 def _begin(ranks: Ranks, path: Path) -> Callable[[], None]:

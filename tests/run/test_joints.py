@@ -55,8 +55,9 @@ class NotingTrainer:
     def __init__(self, model, **options):
         self.options = {"model": Path(model).name, **options}
         self.steps, self.events, self.profiled, self.exported, self.saved = [], [], [], [], 0
+        self.trained = []
 
-    def log_probs(self, rows, *, reference=False, trained_only=False):
+    def log_probs(self, rows, *, reference=False, trained_only=False, adapter=None):
         self.events.append("reference" if reference else "old")
         of = REFERENCE if reference else OLD - len(self.steps)  # its own weights change with every step
         return [np.where(r.weights > 0, np.float32(of), np.float32(0)) for r in rows]
@@ -67,7 +68,8 @@ class NotingTrainer:
     def offload(self): ...
     def onload(self): ...
 
-    def step(self, rows, loss, lr, *, profile=None):
+    def step(self, rows, loss, lr, *, profile=None, adapter=None):
+        self.trained.append((adapter, len(rows)))
         self.events.append("step")
         self.profiled.append(profile and profile.name)
         self.steps.append((list(rows), loss, lr))
@@ -83,11 +85,11 @@ class NotingTrainer:
         self.events.append("save begun")
         return lambda: self.events.append("save complete")
 
-    def export_weights(self, path):
+    def export_weights(self, path, *, adapter=None):
         path.mkdir(parents=True)
         self.exported.append((path.name, len(self.steps)))
 
-    def export_adapter(self, path):
+    def export_adapter(self, path, *, adapter=None):
         path.mkdir(parents=True)
 
     def close(self): ...
@@ -465,6 +467,7 @@ def is_played_again(s):
 
 
 RANK4 = {"lora_rank": 4}
+TEAMS = {"first": "red", "second": "blue"}
 OVER_SAMPLED = {"over_sampling_batch_size": 3}
 TWO = {"n_samples_per_prompt": 4, "rollout_batch_size": 1, "num_rollout": 1, "max_turns": 1}
 DR = {"advantage_estimator": "dr_grpo"}
@@ -633,6 +636,10 @@ CASES = [
     Case("lora_target_modules", ["q_proj"], lora("lora_target_modules"), ("q_proj",), RANK4),
     Case("lora_adapter_path", "MODEL/other", lambda s: s.trainer.options["lora"].used, True),
     Case("lora_adapter_path", "MODEL/other", lambda s: s.trainer.exported[0], ("v0", 0)),
+    Case("lora_adapters", TEAMS, lambda s: s.trainer.trained, [("red", 4), ("blue", 4)] * 2, RANK4 | ROLES, numbers),
+    Case("lora_adapters", TEAMS, sampling("adapter"), {"red"}, RANK4 | ROLES, numbers),
+    Case("lora_adapters", TEAMS, lambda s: [e.version for e in s.engines], [2, 2], RANK4 | ROLES, numbers),
+    Case("lora_adapters", TEAMS, lambda s: {"adapter/red", "adapter/blue"} <= {*s.files}, True, RANK4 | ROLES, numbers),
     # evaluation
     Case("eval_interval", 1, evaluated, ["eval/test/0", "eval/test/1", "eval/test/2"]),
     Case("eval_prompt_data", ["held", "MODEL/tasks.jsonl"], evaluated, ["eval/held/0", "eval/held/2"], EVALUATED),

@@ -37,6 +37,8 @@ class Machine:
     fails: dict[str, list[int]] = field(default_factory=dict)
     """the calls of each command that fail, counted over all ranks that were started; -1: all of them"""
     calls: dict[str, int] = field(default_factory=dict)
+    adapters: list[str] = field(default_factory=list)
+    """what was trained in each step, those that were taken again included"""
     drift: float = 0.0
     """how much the weights differ between two starts"""
     started: int = 0
@@ -63,6 +65,7 @@ class FakeRanks:
         1,
         True,
     )
+    adapters = ()
 
     def __init__(self, machine: Machine, weights: float):
         self.machine, self.weights, self.loaded, self.closed = machine, weights, True, False
@@ -77,8 +80,9 @@ class FakeRanks:
             self.closed = True
             raise
 
-    def step(self, rows, loss, lr, *, profile=None):
+    def step(self, rows, loss, lr, *, profile=None, adapter="a"):
         self.enter("step")
+        self.machine.adapters.append(adapter)
         if not np.isfinite(lr):
             raise NonFiniteError("not finite")
         self.weights = self.weights * 0.5 + float(rows[0].weights[1]) * lr
@@ -180,6 +184,15 @@ def test_a_failure_amid_the_repeated_steps_loses_none_of_them(tmp_path):
         assert machine.started == 1 + len(fails.get("step", ()))
         trainer.close()
     assert taken[0] == taken[1]
+
+
+def test_repeated_steps_train_the_adapters_that_they_trained(tmp_path):
+    machine = Machine({"step": [3]})
+    trainer = restarting(machine, tmp_path)
+    for name in ("red", "blue", "red"):
+        trainer.step(rows_of(1.0), LOSS, 0.1, adapter=name)
+    assert machine.adapters == ["red", "blue", "red", "blue", "red"]
+    trainer.close()
 
 
 def test_steps_before_a_checkpoint_are_not_repeated(tmp_path):

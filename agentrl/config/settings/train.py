@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -182,7 +183,13 @@ class LoraSettings:
     lora_adapter_path: Annotated[str | None, "PATH"] = None
     """folder of peft with the adapters to start from (default: new ones)
 
-    Rank, alpha and target modules are those in its adapter_config.json. Its base must be --hf-checkpoint."""
+    Rank, alpha and target modules are those in its adapter_config.json. Its base must be --hf-checkpoint. With --lora-adapter it has a folder for
+    each name."""
+    lora_adapters: Annotated[dict[str, str], "ENV|ROLE=NAME"] = field(default_factory=dict)
+    """train several adapters: the one of an environment, of several, or of a role; repeatable (default: one for all)
+
+    The base is shared and frozen. Each adapter is trained on the episodes of its environments, or the turns of its roles, as if it were alone, and
+    has its own version. All have the form of --lora-rank."""
 
     @property
     def used(self) -> bool:

@@ -47,6 +47,7 @@ class LocalEngine:
         keep_interrupted: generations that a weight update interrupts keep their tokens and continue with the new weights.
         records_experts: return the routed experts of generations that ask for them.
         single_token_chunks: see `LocalModel`; slower, and bit-equal to the trainer's forward (train/megatron/engine_forward.py).
+        adapter: the one of several that its weights have; requests for others are refused.
         timeout_s: limit of every call other than `generate`, the step in progress included.
     """
 
@@ -64,6 +65,7 @@ class LocalEngine:
         keep_interrupted: bool = False,
         records_experts: bool = False,
         single_token_chunks: bool = False,
+        adapter: str | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         if max_running < 1:
@@ -79,6 +81,7 @@ class LocalEngine:
         self._keep_interrupted = keep_interrupted
         self._records_experts = records_experts
         self._single_token_chunks = single_token_chunks
+        self._adapter = adapter
         self._timeout_s = timeout_s
         self._scheduler: Scheduler | None = None
         self._wakeup = threading.Condition()
@@ -113,6 +116,11 @@ class LocalEngine:
         model = self._model()
         if images:
             raise ConfigError("the local engine runs text models only and takes no images; use --engine sglang")
+        if sampling.adapter is not None and self._adapter != sampling.adapter:
+            raise EngineFailure(
+                f"the request names the adapter {sampling.adapter!r}, and this local engine has {self._adapter or 'no adapters'}",
+                "unknown adapter",
+            )
         if self._asleep:
             raise EngineFailure("the local engine is asleep; call wake before generate", "engine asleep")
         context = list(ids)

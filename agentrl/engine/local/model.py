@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ REFERENCE_SIZE = 64
 """Every other batch size must give the same bits as this one."""
 BATCH_SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Candidates for the number of rows (tokens, padding included) of a forward."""
+_LOADING = threading.Lock()
+"""transformers changes globals while it loads a model: tensors are lost if two load at once"""
 MAX_CHUNK = 128
 """maximum tokens of a prefill chunk (see kv_cache)"""
 
@@ -60,7 +63,7 @@ class LocalModel:
         """
         AttentionInterface.register(NAME, block_attention)
         try:
-            with no_progress_bar():
+            with _LOADING, no_progress_bar():
                 model, loading = AutoModelForCausalLM.from_pretrained(
                     folder,
                     dtype=dtype,

@@ -97,9 +97,9 @@ def load(built: Built, path: Path) -> int:
     """
     require_safe(path)
     same = tuple(dist_checkpointing.load_common_state_dict(str(path))["layout"]) == _layout()
-    generators = {"generators": _sharded_generators()} if same else {}
+    random_state = {"generators": _sharded_generators()} if same else {}
     with _steps_from_groups(built.optimizer):
-        state = dist_checkpointing.load({**_state(built, loading=True), **generators}, str(path))
+        state = dist_checkpointing.load({**_state(built, loading=True), **random_state}, str(path))
         _set_model(built, state["model"])
         built.optimizer.load_state_dict(state["optimizer"])
     use_fused_adam(built.optimizer)
@@ -110,12 +110,12 @@ def load(built: Built, path: Path) -> int:
                 if parameter is not _NO_PARAMETERS and isinstance(values.get("step"), torch.Tensor):
                     values["step"] = values["step"].clone().to(step_device(adam, parameter))
     if same:
-        _set_generators(state["generators"])
+        set_generators(state["generators"])
     return int(state["steps"])
 
 
 def _state(built: Built, *, loading: bool) -> dict[str, Any]:
-    _initialise(built.optimizer)
+    initialise_states(built.optimizer)
     model = built.model.sharded_state_dict() if built.lora is None else _adapter_state(built)
     optimizer = built.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_FORMAT)
     return {"model": model, "optimizer": optimizer}
@@ -149,7 +149,7 @@ def _set_model(built: Built, state: dict[str, Any]) -> None:
 
 def optimizer_bytes(optimizer: Any) -> int:
     """The bytes of this rank's optimizer states: the moments, and the fp32 copies of weights in half precision."""
-    adams = [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+    adams = adams_of(optimizer)
     parameters = [p for adam in adams for group in adam.param_groups for p in group["params"]]
     states = [t for adam in adams for values in adam.state.values() for t in values.values()]
     copies = parameters if optimizer.config.bf16 else []
@@ -168,13 +168,13 @@ def _sharded_generators() -> ShardedObject:
     """One state for each tensor and pipeline rank; data-parallel and context-parallel ranks have the same."""
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return ShardedObject("generators", _generators(), _layout(), place, replica_id=replica)
+    return ShardedObject("generators", generators(), _layout(), place, replica_id=replica)
 
 
 @torch.no_grad()
-def _initialise(optimizer: Any) -> None:
+def initialise_states(optimizer: Any) -> None:
     """Create the initial state of a torch Adam that has not stepped yet: megatron can neither write nor fill an empty state."""
-    adams: list[Any] = [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+    adams = adams_of(optimizer)
     for adam in adams:
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
@@ -185,6 +185,11 @@ def _initialise(optimizer: Any) -> None:
     for adam in adams:
         if not any(group["params"] for group in adam.param_groups):
             adam.state[_NO_PARAMETERS] = {"step": steps[0].clone().cpu()}
+
+
+def adams_of(optimizer: Any) -> list[Any]:
+    """The optimizers of torch inside megatron's."""
+    return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -213,7 +218,8 @@ def _steps_from_groups(optimizer: Any) -> Iterator[None]:
             del part._set_main_param_and_optimizer_states
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
+    """The state of this rank's random generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -223,7 +229,8 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def _set_generators(state: dict[str, Any]) -> None:
+def set_generators(state: dict[str, Any]) -> None:
+    """Restore what `generators` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

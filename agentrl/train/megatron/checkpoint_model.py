@@ -15,6 +15,13 @@ from agentrl.train.megatron.lora import Lora
 from agentrl.train.megatron.model_config import ModelConfig
 
 FILE = "model.json"
+ADAPTERS = "adapters"
+"""folder of the adapters inside a checkpoint of several"""
+
+
+def adapter_folder(folder: Path, name: str) -> Path:
+    """Where a checkpoint of several adapters has that of one, which is a checkpoint of adapters by itself."""
+    return folder / ADAPTERS / name
 
 
 def write_model(folder: Path, model: ModelConfig, lora: Lora | None = None) -> None:

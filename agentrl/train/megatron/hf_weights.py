@@ -169,10 +169,12 @@ def named_tensors(model: Any, *, buffers: bool = True) -> Iterator[tuple[str, Te
 
 
 @torch.no_grad()
-def load(model: Any, weights: HuggingFaceWeights, layout: WeightLayout, groups: Groups) -> None:
-    """Fill this stage's parameters of this rank."""
+def load(
+    tensors: Iterable[tuple[str, Tensor]], weights: HuggingFaceWeights, layout: WeightLayout, groups: Groups
+) -> None:
+    """Fill this rank's parts of tensors of this stage, as `named_tensors` yields them."""
     expert_rank = groups.expert.rank()
-    for name, parameter in named_tensors(model):
+    for name, parameter in tensors:
         convert = conversion(name, layout)
         if convert.kind == "value_head" and not _has_value_head(weights):
             continue  # it is 0

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class Lora:
     """fingerprint of the weights that are adapted"""
     start: Path | None = None
     """folder of the adapters to start from; None: new ones"""
+    adapters: tuple[tuple[str, Path | None], ...] = ()
+    """names of several adapters of this form, each with the folder to start from; empty: there is one, without a name"""
 
     @property
     def scale(self) -> float:
@@ -130,9 +132,13 @@ def describe(folder: Path, model: ModelConfig, lora: Lora) -> str:
         with safe_open(file, framework="np") as handle:
             total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118, it is not iterable
     start = "" if lora.start is None else f", from {lora.start}"
+    each = ""
+    if lora.adapters:
+        names = ", ".join(name if path is None else f"{name} from {path}" for name, path in lora.adapters)
+        each = f" in each of {len(lora.adapters)} adapters ({names})"
     return (
         f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {' '.join(lora.targets)}{start}: "
-        f"{trained_parameters(model, lora):,} parameters are trained, {total:,} are frozen"
+        f"{trained_parameters(model, lora):,} parameters are trained{each}, {total:,} are frozen"
     )
 
 
@@ -156,8 +162,12 @@ def resolve(
             f"--lora-dropout {settings.lora_dropout:g} draws a mask for each row, but --tree-packing computes a prefix that rows share once; "
             "set --lora-dropout to 0, or --tree-packing false"
         )
+    names = tuple(dict.fromkeys(settings.lora_adapters.values()))
     if settings.lora_adapter_path is not None:
-        return _of_folder(settings, Path(settings.lora_adapter_path), folder, model)
+        start = Path(settings.lora_adapter_path)
+        return (
+            _of_folders(settings, start, names, folder, model) if names else _of_folder(settings, start, folder, model)
+        )
     targets = _targets(settings.lora_target_modules, model, "--lora-target-modules")
     return Lora(
         rank=settings.lora_rank,
@@ -165,6 +175,7 @@ def resolve(
         dropout=settings.lora_dropout,
         targets=targets,
         base=base_fingerprint(folder),
+        adapters=tuple((name, None) for name in names),
     )
 
 
@@ -194,6 +205,23 @@ def _targets(names: Sequence[str], model: ModelConfig, where: str) -> tuple[str,
             f"{where} {' '.join(names)}: a model of type {model.family!r} has no separate {missing[0]} to adapt; it has {have}"
         )
     return tuple(name for name in _channels(model) if name in chosen)
+
+
+def _of_folders(settings: LoraSettings, start: Path, names: Sequence[str], folder: Path, model: ModelConfig) -> Lora:
+    """Several adapters of one form, each from the folder of its name in `start`."""
+    each = {name: _of_folder(settings, start / name, folder, model) for name in names}
+    first = each[names[0]]
+    for name, other in each.items():
+        for what, a, b in (
+            ("rank", first.rank, other.rank),
+            ("alpha", first.alpha, other.alpha),
+            ("targets", first.targets, other.targets),
+        ):
+            if a != b:
+                raise ConfigError(
+                    f"--lora-adapter-path {start}: the adapters of a run share one form, but the {what} of {names[0]} is {a} and that of {name} {b}"
+                )
+    return replace(first, start=None, adapters=tuple((name, start / name) for name in names))
 
 
 def _of_folder(settings: LoraSettings, adapter: Path, folder: Path, model: ModelConfig) -> Lora:

@@ -170,7 +170,7 @@ def build(
 
     def loaded() -> Any:
         model = _gpt(config, model_config, layout, lora)
-        load(model, weights, layout, groups)
+        load(named_tensors(model), weights, layout, groups)
         return model
 
     def in_precision(model: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.train.base import LossConfig, Row
 from agentrl.train.megatron import adapters, checkpoint
+from agentrl.train.megatron.adapter_slots import AdapterSlots
 from agentrl.train.megatron.delivery.sender import Sender
 from agentrl.train.megatron.engine_forward import EngineForward
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather, named_tensors
@@ -93,7 +94,16 @@ class TrainerRank:
         """optimizer steps so far"""
         self._offloader = Offloader(self.built) if gpu else None
         self._sender = Sender(self.built, self.device)
-        self._pending_save: checkpoint.PendingSave | None = None
+        self._pending_saves: list[checkpoint.PendingSave] = []
+        self._slots: AdapterSlots | None = None
+        if setup.lora is not None and setup.lora.adapters:
+            self._slots = AdapterSlots(self.built, model_config, weights, setup.lora, setup.seed)
+
+    def select(self, adapter: str) -> None:
+        """Make the next command one of this adapter, of several."""
+        assert self._slots is not None, "the trainer has one set of weights"
+        self._sync_params()
+        self.steps = self._slots.select(adapter, self.steps)
 
     def log_probs(self, share: Share, reference: bool, trained_only: bool) -> list[Any] | None:
         """(log-probs of the chosen tokens, their places) of each micro-batch, see `MicroBatch`; None on ranks that do not report."""
@@ -181,14 +191,15 @@ class TrainerRank:
     def begin_save(self, path: Path) -> None:
         """Copy the state, and start to write a distributed checkpoint into the empty folder `path`."""
         self._sync_params()
-        self._pending_save = checkpoint.PendingSave(self.built, path, self.steps)
+        self._pending_saves.append(checkpoint.PendingSave(self.built, path, self.steps))
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that `begin_save` started."""
-        if self._pending_save is None:
+        """Wait for the checkpoints that `begin_save` started."""
+        if not self._pending_saves:
             raise RuntimeError("no checkpoint is being written")
-        pending, self._pending_save = self._pending_save, None
-        pending.finish()
+        pending, self._pending_saves = self._pending_saves, []
+        for save in pending:
+            save.finish()
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote."""

@@ -1,6 +1,7 @@
 """One trainer rank as a process: `python -m agentrl.train.megatron.rank_process FD PARENT`, started by rank_pool.py.
 
-It receives (command, keyword arguments) over the inherited socket FD, "start" with a `RankSetup` first, and answers each with ("ok", result),
+It receives (command, keyword arguments) over the inherited socket FD, "start" with a `RankSetup` first, of several adapters with the `adapter` that
+it is for, and answers each with ("ok", result),
 ("usage", UsageError or StoreError), ("machine", OSError) or ("error", traceback). It ends when the socket
 closes, and whenever its parent is gone.
 """
@@ -77,6 +78,8 @@ def serve(connection: Connection) -> None:
                 rank = TrainerRank(arguments["setup"])
                 reply = ("ok", rank.info)
             else:
+                if (adapter := arguments.pop("adapter", None)) is not None:
+                    rank.select(adapter)
                 reply = ("ok", getattr(rank, command)(**arguments))
         except (UsageError, StoreError) as e:
             reply = ("usage", e)

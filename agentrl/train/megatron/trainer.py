@@ -22,7 +22,7 @@ from agentrl.engine.base import WeightsManifest
 from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreError
 from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
-from agentrl.train.megatron.checkpoint_model import require_model, write_model
+from agentrl.train.megatron.checkpoint_model import adapter_folder, require_model, write_model
 from agentrl.train.megatron.lora import resolve, trained_parameters, write_adapter
 from agentrl.train.megatron.megatron_settings import can_have, check_tree, check_true_on_policy, rank_counts
 from agentrl.train.megatron.model_config import read_model_config
@@ -108,6 +108,7 @@ class MegatronTrainer:
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
         self._shape = read_model_config(self.model)
         self._lora = resolve(lora or LoraSettings(), self.model, self._shape, settings, tree_packing=tree_packing)
+        self.adapters = tuple(name for name, _ in self._lora.adapters) if self._lora else ()
         context = settings.get("context_parallel_size", 1)
         self.micro_batch_tokens = (micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) * context
         self.tree_packing = tree_packing
@@ -145,26 +146,43 @@ class MegatronTrainer:
         self.copies, self.stages = ranks // ranks_per_copy, max(r.pipeline_rank for r in self.ranks) + 1
         self.multiple = self.ranks[0].multiple
 
-    def log_probs(self, rows: Sequence[Row], *, reference: bool = False, trained_only: bool = False) -> list[Floats]:
+    def log_probs(
+        self,
+        rows: Sequence[Row],
+        *,
+        reference: bool = False,
+        trained_only: bool = False,
+        adapter: str | None = None,
+    ) -> list[Floats]:
         """See `Trainer.log_probs`."""
+        of = self._of(adapter)
         if reference:  # another model, whose routers choose other experts
             rows = without_experts(rows)
         plan = self._plan("log_probs", rows)
-        results = self._request_shares("log_probs", rows, plan, reference=reference, trained_only=trained_only)
+        results = self._request_shares("log_probs", rows, plan, reference=reference, trained_only=trained_only, **of)
         return self._by_row(rows, plan, results, trained_only=trained_only)
 
     def values(self, rows: Sequence[Row]) -> list[Floats]:
         """See `Critic.values`."""
         return self.log_probs(without_experts(rows), trained_only=True)
 
-    def step(self, rows: Sequence[Row], loss: LossConfig, lr: float, *, profile: Path | None = None) -> dict[str, Any]:
+    def step(
+        self,
+        rows: Sequence[Row],
+        loss: LossConfig,
+        lr: float,
+        *,
+        profile: Path | None = None,
+        adapter: str | None = None,
+    ) -> dict[str, Any]:
         """See `Trainer.step`; a critic returns no log-probs."""
+        of = self._of(adapter)
         _check_loss(rows, loss)
         if loss.kind == "value":
             rows = without_experts(rows)
         plan = self._plan("step", rows)
         started = time.perf_counter()
-        results = self._request_shares("step", rows, plan, loss=loss, lr=lr, profile=profile)
+        results = self._request_shares("step", rows, plan, loss=loss, lr=lr, profile=profile, **of)
         rates = self._rates(rows, plan, results, time.perf_counter() - started)
         totals = [r["totals"] for r in results]
         log_probs = self._by_row(rows, plan, [t and t["log_probs"] for t in totals], trained_only=True)
@@ -197,6 +215,7 @@ class MegatronTrainer:
         For tests and diagnosis. Returns the metrics of `step` except grad_norm.
         """
         _check_loss(rows, loss)
+        assert not self.adapters, "gradients are those of one set of weights"
         path.mkdir(parents=True)
         return _metrics(
             self._request_shares("gradients", rows, self._plan("gradients", rows), loss=loss, path=path), loss
@@ -207,21 +226,25 @@ class MegatronTrainer:
         results = self._request("deliver", action=action, arguments=arguments)
         return [r for r in results if r is not None]
 
-    def export_weights(self, path: Path) -> WeightsManifest:
+    def export_weights(self, path: Path, *, adapter: str | None = None) -> WeightsManifest:
         """See `Trainer.export_weights`. transformers' from_pretrained can read the folder."""
+        of = self._of(adapter)
         with new_folder(path) as folder:
-            files = [file for rank in self._request("export", path=folder) for file in rank or ()]
+            files = [file for rank in self._request("export", path=folder, **of) for file in rank or ()]
             _copy_model_files(self.model, folder, self.dtype)
             _name_files(folder, files)
             digest = fingerprint(folder)
         return WeightsManifest(path, digest)
 
-    def export_adapter(self, path: Path) -> None:
+    def export_adapter(self, path: Path, *, adapter: str | None = None) -> None:
         """See `Trainer.export_adapter`."""
         assert self._lora is not None, "the trainer has no adapters"
+        of = self._of(adapter)
         with new_folder(path) as folder:
-            files = [folder / file.name for rank in self._request("export_adapter", path=folder) for file in rank or ()]
-            write_adapter(folder, files, self._lora, self.model)
+            written = self._request("export_adapter", path=folder, **of)
+            write_adapter(
+                folder, [folder / file.name for rank in written for file in rank or ()], self._lora, self.model
+            )
 
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
@@ -234,11 +257,15 @@ class MegatronTrainer:
         return self._begin_save(path)
 
     def _begin_save(self, folder: Path) -> Callable[[], None]:
-        self._request("begin_save", path=folder)
+        places = self._checkpoints(folder)
+        for path, of in places:
+            path.mkdir(parents=True, exist_ok=True)
+            self._request("begin_save", path=path, **of)
 
         def finish() -> None:
             self._request("finish_save")
-            write_model(folder, self._shape, self._lora)
+            for path, _ in places:
+                write_model(path, self._shape, self._lora)
 
         return finish
 
@@ -246,8 +273,11 @@ class MegatronTrainer:
         """See `Trainer.load`."""
         if not path.is_dir():
             raise StoreError(f"there is no checkpoint at {path}")
-        require_model(path, self._shape, self._lora)
-        self._request("load", path=path)
+        places = self._checkpoints(path)
+        for folder, _ in places:
+            require_model(folder, self._shape, self._lora)
+        for folder, of in places:
+            self._request("load", path=folder, **of)
 
     def offload(self) -> None:
         """See `Trainer.offload`."""
@@ -271,6 +301,18 @@ class MegatronTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _of(self, adapter: str | None) -> dict[str, str]:
+        """What tells the ranks which of several adapters a command is for."""
+        if adapter not in (self.adapters or (None,)):
+            raise InvariantError(
+                f"the trainer has the adapters {', '.join(self.adapters) or '(one set of weights)'}; found {adapter!r}"
+            )
+        return {} if adapter is None else {"adapter": adapter}
+
+    def _checkpoints(self, folder: Path) -> list[tuple[Path, dict[str, str]]]:
+        """The checkpoints inside a checkpoint: one of each of several adapters, or itself."""
+        return [(adapter_folder(folder, name), self._of(name)) for name in self.adapters] or [(folder, {})]
 
     def _request(self, command: str, **arguments: Any) -> list[Any]:
         """Results of a command by rank, with the same arguments for all."""
