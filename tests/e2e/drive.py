@@ -1,15 +1,19 @@
 """Run `agentrl`, and kill it with SIGKILL at a given moment: `drive.py WHEN STEP WORDS…`, WHEN = never | rollout | train.
 
-`drive.py serve` imports what training needs and forks a process for each line of its input, which saves most of the time of short runs.
+Without arguments it serves jobs in forks of one process (forked_jobs.py) that has imported what training needs.
 """
 
 import asyncio
 import importlib
-import json
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from forked_jobs import serve
 
 from agentrl.cli.main import main
 from agentrl.rollout.episode import EpisodeRunner
@@ -66,8 +70,8 @@ def run(when: str, at: int, words: list[str]) -> int:
     return main(words)
 
 
-def serve() -> None:
-    """Each line is [WHEN, STEP, WORDS, file of the output]; the answer is the exit code, negative for a signal."""
+def serve_runs() -> None:
+    """A job has "when", "at" and "words"."""
     for module in (
         "agentrl.engine.local.engine",
         "agentrl.run.training",
@@ -75,19 +79,11 @@ def serve() -> None:
         "torch.utils.tensorboard",
     ):
         importlib.import_module(module)
-    for line in sys.stdin:
-        when, at, words, output = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            with open(os.devnull) as nothing, open(output, "w") as file:
-                for stream, number in ((nothing, 0), (file, 1), (file, 2)):
-                    os.dup2(stream.fileno(), number)
-            sys.exit(run(when, at, words))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    serve(lambda job: run(job["when"], job["at"], job["words"]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
+    if len(sys.argv) == 1:
+        serve_runs()
     else:
         sys.exit(run(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -1,9 +1,8 @@
 """`agentrl` in forks of one process that has imported torch and megatron, each killed at a given moment: importing takes longest.
 
-It prints the id of the process whose forks are the ranks. Then it reads a line of JSON for each job, {"words": arguments, "ranks": N,
-"kill": moment or null, "record": [folder, file] or null, "output": file}, and answers with one: the exit status (−9: killed), the seconds,
-the events and the calls. With "record", what happens to the folder is recorded (see power_loss.py) and pickled into the file. KILLS_MEMORY names
-the folder that the runs use as shared memory.
+It serves jobs (forked_jobs.py), after the id of the process whose forks are the ranks: {"words": arguments, "ranks": N, "kill": moment or null,
+"record": [folder, file] or null, "output": file}. A line of the output that begins with SEEN has the events and the calls. With "record", what
+happens to the folder is recorded (see power_loss.py) and pickled into the file. KILLS_MEMORY names the folder that the runs use as shared memory.
 
 A moment is {"after_s": S} after the start; {"event": N}, before the N-th time that a file, folder, process or socket is touched; or
 {"inside": METHOD, "call": N, "after_s": S}, after the N-th call of a method of the trainer or the weight sync. With "rank", a rank is killed.
@@ -17,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
@@ -25,11 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from forked_jobs import serve
 from power_loss import Recorder
 
 from agentrl.core.child_process import POLL_S, exit_now, how_it_ended, process_exists
 
-LIMIT_S = 1200.0
 EVENTS = {
     "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.listdir", "os.scandir",
     "shutil.rmtree", "shutil.copyfile", "fcntl.flock", "socket.bind", "socket.connect", "subprocess.Popen", "mmap.__new__",
@@ -192,40 +190,17 @@ def recorded(folder, file):
 
 
 def run(job, template):
-    """Run the command in this process, which ends with its status."""
-    os.setsid()
-    descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)  # ranks append too
-    null = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, null), (1, descriptor), (2, descriptor)):
-        os.dup2(source, target)
+    """Run the command in this process; returns its status."""
     from agentrl.cli.main import main
 
     ranks = template.fork_ranks(job["ranks"], job["output"])
     use_ranks(ranks)
     killer = Killer(job["kill"], ranks)
-    status = 70
     try:
         with recorded(*job["record"]) if job["record"] else nullcontext():
-            status = main(job["words"])
-    except BaseException:
-        traceback.print_exc()
+            return main(job["words"])
     finally:
         print(f"\nSEEN {json.dumps({'events': killer.events, 'calls': killer.calls})}", flush=True)
-        os._exit(status)
-
-
-def wait_for(pid):
-    """The exit status of a child; one that hangs is killed, with status 124."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return 124
-        time.sleep(0.005)
 
 
 def prepare():
@@ -250,20 +225,6 @@ def prepare():
     return RankTemplate()
 
 
-def serve():
-    """Serve until the input ends."""
-    template = prepare()
-    print(template.pid, flush=True)
-    for line in sys.stdin:
-        job, started = json.loads(line), time.monotonic()
-        child = os.fork()
-        if not child:
-            run(job, template)
-        status, seconds = wait_for(child), time.monotonic() - started
-        with open(job["output"], errors="replace") as file:
-            seen = [json.loads(line[5:]) for line in file if line.startswith("SEEN ")]
-        print(json.dumps({"status": status, "seconds": seconds} | (seen[-1] if seen else {})), flush=True)
-
-
 if __name__ == "__main__":
-    serve()
+    ranks_template = prepare()
+    serve(lambda job: run(job, ranks_template), greeting=ranks_template.pid)

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from random import Random
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
+from forked_jobs import ForkedJobs  # noqa: E402
 from processes import MARK  # noqa: E402
 from run_state import state  # noqa: E402
 
@@ -62,26 +62,23 @@ class Forks:
         self.mapped = set()
         """files in shared memory that processes of runs mapped"""
         env = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark, "KILLS_MEMORY": str(self.memory)}
-        words = [sys.executable, str(Path(__file__).with_name("forked_runs.py"))]
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-        )
+        self.jobs = ForkedJobs(Path(__file__).with_name("forked_runs.py"), env)
         self.folder = folder
-        self.own = {self.process.pid, int(self.process.stdout.readline())}
+        self.own = {self.jobs.process.pid, self.jobs.greeting}
         """the process itself, and the one whose forks are the ranks"""
 
     def run(self, words, ranks, kill=None, record=None):
         """Run a command; what became of it, with its output. `record`: the folder whose changes are recorded, and the file of the record."""
-        output = self.folder / "output.txt"
-        job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "record": record, "output": str(output)}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
+        output = str(self.folder / "output.txt")
         done = threading.Event()
         watch = threading.Thread(target=self.watch, args=[done])
         watch.start()
-        answer = json.loads(self.process.stdout.readline())
+        job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "record": record, "output": output}
+        answer = self.jobs.run(job)
         done.set()
         watch.join()
-        return answer | {"output": output.read_text(errors="replace")}
+        seen = [json.loads(line[5:]) for line in answer["output"].splitlines() if line.startswith("SEEN ")]
+        return answer | (seen[-1] if seen else {})
 
     def running(self):
         """The processes of runs that are still there."""
@@ -112,8 +109,7 @@ class Forks:
         return [*self.memory.iterdir(), *(file for file in self.mapped if file.exists())]
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(60)
+        self.jobs.close()
         shutil.rmtree(self.memory)
 
 
