@@ -171,7 +171,7 @@ def open_sessions(server: GatewayServer, runner: EpisodeRunner, count: int) -> l
     opened = []
     for index in range(count):
         episode = Episode(runner, EpisodeSpec(Task("t", "q"), index, index))
-        session = GatewaySession(episode, Idle.models, Idle.side_models)
+        session = GatewaySession(episode, Idle)
         opened.append((server.register(session), session))
     return opened
 

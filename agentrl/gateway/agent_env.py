@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ import orjson
 from agentrl.core.child_process import killed_with_parent, signal_session
 from agentrl.env import Env, overridable
 from agentrl.errors import ContractError, EnvFailure
+from agentrl.tool import check_limit
 from agentrl.types import Action, StepResult, Task
 
 MODEL = "policy"
@@ -106,12 +108,35 @@ class AgentEnv(Env):
     """seconds that an agent may continue after its turns are spent"""
     max_agents: ClassVar[int | None] = None
     """agents that run at the same time in one process, for a service with a limit; None: no limit besides `--concurrency`"""
+    max_cost: ClassVar[float | None] = None
+    """what the tokens of an episode may cost, side calls included; when it is spent, requests are answered as after the last turn. None: no limit"""
+    prices: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)
+    """cost of a token of a prompt, of one that the engine had cached, and of a sampled one"""
     max_output_bytes: ClassVar[int] = 1 << 16
     """kept of the end of a command's output, and of each file"""
 
     _outcome: dict[str, Any] | None = None
     gateway: Mapping[str, Any] = {}
     """counts of requests and segments, set when the agent has ended"""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the class attributes that are limits.
+
+        Raises:
+            ContractError: one of them cannot be used.
+        """
+        super().__init_subclass__(**kwargs)
+        where = f"environment {cls.__name__}"
+        if cls.max_agents is not None:
+            check_limit(where, "max_agents", cls.max_agents, least=1)
+        prices: Any = cls.prices
+        most: Any = 0.0 if cls.max_cost is None else cls.max_cost
+        amounts = [*prices, most] if isinstance(prices, (tuple, list)) else []
+        if len(amounts) != 4 or not all(isinstance(a, (int, float)) and 0 <= a < math.inf for a in amounts):
+            raise ContractError(
+                f"{where}: prices must be three numbers of at least 0 (prompt, cached, sampled) and max_cost another one or None, "
+                f"found {cls.prices!r:.60} and {cls.max_cost!r:.60}"
+            )
 
     @overridable
     async def run(self, task: Task, endpoint: ModelEndpoint) -> Any:

@@ -95,7 +95,7 @@ class GatewayDriver:
 
     async def _run_agent(self, episode: Episode) -> StopReason:
         env = agent_env(episode)
-        session = GatewaySession(episode, env.models, env.side_models)
+        session = GatewaySession(episode, env)
         key = self.server.register(session)
         endpoint = ModelEndpoint(
             url=(self.url or self.server.url).rstrip("/"),
@@ -143,7 +143,7 @@ class PlaybackDriver:
         env = agent_env(episode)
         env.set_outcome({k: v for k, v in recorded.state.items() if k != "gateway"})
         env.gateway = recorded.state.get("gateway", {})
-        session = GatewaySession(episode, env.models, env.side_models)
+        session = GatewaySession(episode, env)
         try:
             await self._repeat(session)
         finally:

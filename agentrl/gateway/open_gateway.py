@@ -59,7 +59,7 @@ class OpenGateway:
         try:
             await episode.instance.create(episode.seed, episode.spec.task)
             env = agent_env(episode)
-            session = GatewaySession(episode, env.models, env.side_models)
+            session = GatewaySession(episode, env)
             self.server.register(session, key)
             opened.set_result(session)
         finally:

@@ -23,7 +23,7 @@ from agentrl.gateway.protocol import (
 )
 from agentrl.types import Message
 
-OVERRIDDEN = ("temperature", "top_p", "reasoning")
+OVERRIDDEN = ("temperature", "top_p", "reasoning", "text")
 """parameters of sampling; the run's own apply, and the client's are recorded"""
 _SERVED = frozenset(
     (
@@ -36,9 +36,6 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
-    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "low"}, {"verbosity": "medium"}, {"verbosity": "high"}),
-    "previous_response_id": (),
-    "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
 }
@@ -47,7 +44,9 @@ _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 def read(body: Mapping[str, Any], known: KnownRequests) -> ModelRequest:
     """A request body. Raises RequestError where it asks for what is not served."""
+    _check_stored(body)
     check_fields(body, _SERVED, _NEUTRAL)
+    _check_text(body.get("text"))
     instructions = body.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     conversation = read_messages([*system, *_conversation(body.get("input"))], known)
@@ -99,6 +98,26 @@ def events(request: ModelRequest, replies: Sequence[Reply]) -> Iterator[Event]:
     plain.append((final, {"response": whole}))
     for number, (name, fields) in enumerate(plain):
         yield Event({"type": name, "sequence_number": number, **fields}, name)
+
+
+# -- checking ------------------------------------------------------------------------------------------------------------
+
+
+def _check_stored(body: Mapping[str, Any]) -> None:
+    for name in ("previous_response_id", "conversation"):
+        if body.get(name) is not None:
+            raise RequestError(
+                400,
+                f"{name} is not served, since nothing is stored; send the whole conversation as input",
+                "unsupported_field",
+            )
+
+
+def _check_text(text: Any) -> None:
+    """Refuse an output that must have a form. Raises RequestError."""
+    form = text.get("format") if isinstance(text, dict) else text
+    if form not in (None, {"type": "text"}):
+        raise RequestError(400, f"text = {text!r:.60} is not served; leave it out", "unsupported_value")
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.core.message_images import load_images
 from agentrl.core.seeds import derive_seed
 from agentrl.errors import Failure, UsageError
+from agentrl.gateway.agent_env import AgentEnv
 from agentrl.gateway.context_plan import ContextPlan, ContextPlanner, NoRoomError
 from agentrl.gateway.known_requests import KnownRequests
 from agentrl.gateway.protocol import ModelRequest, Reply, RequestError
@@ -74,13 +75,15 @@ class GatewaySession:
 
     Args:
         episode: its recorder, limits, renderer and engine are used.
-        models: names under which the policy is served.
-        side_models: names whose requests are answered by the policy, counted and not recorded as turns.
+        env: names of the models, and what their tokens may cost.
     """
 
-    def __init__(self, episode: Episode, models: Sequence[str], side_models: Sequence[str] = ()) -> None:
+    def __init__(self, episode: Episode, env: AgentEnv | type[AgentEnv]) -> None:
         self.episode = episode
-        self.models, self.side_models = tuple(models), tuple(side_models)
+        self.models, self.side_models = tuple(env.models), tuple(env.side_models)
+        self._prices, self._max_cost = env.prices, env.max_cost
+        self._cost = 0.0
+        """of all tokens so far"""
         self.planner = ContextPlanner(episode.recorder, episode.runner.renderer, episode.runner.limits)
         self.counts: Counter[str] = Counter()
         """requests by what became of them, and segments by their reason"""
@@ -88,7 +91,7 @@ class GatewaySession:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """holds the failure that ends the episode"""
         self.spent = asyncio.Event()
-        """set when the number of turns is spent"""
+        """set when the number of turns, or what the tokens may cost, is spent"""
         self.known = KnownRequests()
         self.sealed = False
         self.last_request = time.monotonic()
@@ -182,6 +185,8 @@ class GatewaySession:
 
     async def _replies(self, request: ModelRequest, long: bool) -> list[Reply]:
         request = await _with_images(request)
+        if self._max_cost is not None and self._cost >= self._max_cost:
+            return self.refuse_budget(StopReason.MAX_TOKENS, request, ends=True)
         if request.model in self.side_models:
             return await self._answer_side_call(request, long)
         async with self._record:
@@ -189,7 +194,7 @@ class GatewaySession:
             self._requests += 1
             begun = len(self.recorder.drafts) + self._starting + self._refused
             if begun + request.n > self.episode.runner.limits.max_turns:
-                return self.refuse_budget(StopReason.MAX_TURNS, request)
+                return self.refuse_budget(StopReason.MAX_TURNS, request, ends=True)
             try:
                 plan = await asyncio.to_thread(self.plan, request) if long else self.plan(request)
             except NoRoomError as e:
@@ -221,19 +226,25 @@ class GatewaySession:
     async def _generations(self, plan: ContextPlan, agent: str, number: int) -> list[Sampled]:
         """The generations of a planned request."""
         if plan.request.n == 1:  # the usual case, without a separate task
-            return [await self.sample(plan, agent, number, 0)]
-        return await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
+            generations = [await self.sample(plan, agent, number, 0)]
+        else:
+            generations = await asyncio.gather(*(self.sample(plan, agent, number, c) for c in range(plan.request.n)))
+        prompt, cached, sampled = self._prices
+        for generation, _, _ in generations:
+            known = generation.cached_tokens
+            self._cost += prompt * (len(plan.context) - known) + cached * known + sampled * len(generation.ids)
+        return generations
 
-    def refuse_budget(self, bound: StopReason, request: ModelRequest) -> list[Reply]:
+    def refuse_budget(self, bound: StopReason, request: ModelRequest, ends: bool = False) -> list[Reply]:
         """The answer to a request for which a budget has nothing left: an empty generation that was cut by its length.
 
-        A spent number of turns ends the episode, after a while in which the agent may end by itself (`AgentEnv.grace_s`). Refused requests
-        count as turns, so an agent that repeats them ends too.
+        `ends`: the episode ends, after a while in which the agent may end by itself (`AgentEnv.grace_s`). Refused requests count as turns,
+        so an agent that repeats them ends too.
         """
         self.counts[f"refused: {bound.value}"] += 1
         self._refused += 1
         self.recorder.bound = bound
-        if bound is StopReason.MAX_TURNS and not self.spent.is_set():
+        if ends:
             self.spent.set()
         number = f"refused-{self._requests}"
         return [Reply(text="", finish="length", number=f"{number}-{g}") for g in range(request.n)]
@@ -269,7 +280,8 @@ class GatewaySession:
     def summary(self) -> dict[str, Any]:
         """What the record holds of the requests besides the turns."""
         counts = {k: n for k, n in sorted(self.counts.items()) if n}
-        return {"counts": counts, **({"side_calls": self._side_calls} if self._side_calls else {})}
+        cost = {} if self._max_cost is None else {"cost": self._cost}
+        return {"counts": counts, **cost, **({"side_calls": self._side_calls} if self._side_calls else {})}
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
