@@ -62,9 +62,9 @@ WORDS = (
     "--tensorboard false --max-turns 2 --entropy-coef 0.01"
 )
 MARK = "AGENTRL_CHAOS_RUN"
-LATEST_S = 1.5
+LATEST_S = 1.0
 """a kill comes at a random moment so long after a checkpoint"""
-ROLLOUTS_PER_KILL = 5
+ROLLOUTS_PER_KILL = 6
 """a machine may play as many while a kill waits for its moment; a run that is faster ends with fewer kills"""
 TIMEOUT_S = 600.0
 """between a kill and the checkpoint after it"""
@@ -340,6 +340,7 @@ def whole_run(name: str, rollouts: int) -> dict[str, Any]:
 
 def play(seed: int, name: str, kills: int, expected: Mapping[str, Any] | None) -> dict[str, Any]:
     """A run with kills; returns its facts. `expected`: what it must equal."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends too
     flavour, rollouts, chance = FLAVOURS[name], ROLLOUTS_PER_KILL * kills, random.Random(seed)
     mark, begin = f"{os.getpid()}-{seed}", time.perf_counter()
     done, faults = Counter[str](), list[str]()
