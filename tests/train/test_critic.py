@@ -107,6 +107,17 @@ def test_values_and_gradients_equal_those_of_transformers_and_a_checkpoint_conti
             critic.step([replace(r, returns=None) for r in rows], LOSS, 1e-2)
 
 
+def test_a_rank_without_trained_tokens_takes_part_in_a_step(tmp_path):
+    model = make_critic(tmp_path / "model")
+    rows = value_rows(model)[:1]
+    steps = {}
+    for world in (1, 2):
+        with start(model, tmp_path / str(world), world_size=world) as critic:
+            steps[world] = critic.step(rows, LOSS, 1e-3)
+    assert steps[2]["loss"] == pytest.approx(steps[1]["loss"], rel=1e-6)
+    assert steps[2]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=1e-5)
+
+
 def test_a_head_that_is_missing_is_0_and_one_with_a_bias_is_refused(tmp_path):
     model = make_critic(tmp_path / "model", head=False)
     with start(model, tmp_path / "a") as critic:

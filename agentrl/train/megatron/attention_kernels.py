@@ -54,7 +54,7 @@ def kernel_for(q: Tensor) -> Kernel:
     """The implementation for a tensor's device and dtype."""
     if not q.is_cuda:
         return CpuFlash()
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8:  # the flash kernels take no other head size
         return Dense()
     return _hopper_kernel() if torch.cuda.get_device_capability(q.device) >= (9, 0) else CudaFlash()
 

@@ -135,7 +135,8 @@ def _token_data(
     """The loss's inputs of the chosen tokens at `places`; without any, of one token of weight 0."""
     if not len(places):
         zero = torch.zeros(1, device=device)
-        return TokenData(weights=zero, advantages=zero, rollout_log_probs=zero)
+        present = [name for name in OPTIONAL_INPUTS if all(getattr(r, name) is not None for r in rows)]
+        return TokenData(weights=zero, advantages=zero, rollout_log_probs=zero, **dict.fromkeys(present, zero))
 
     def tensor(values: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
