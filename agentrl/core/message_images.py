@@ -24,6 +24,8 @@ from agentrl.errors import ContractError, StoreError
 _CACHE_SIZE = 256
 _cache: OrderedDict[bytes, Image] = OrderedDict()
 """images by the hash of their encoded bytes; the members of a group share a task's images"""
+_loaded: OrderedDict[tuple[str, Path, int, int], Image] = OrderedDict()
+"""images that were compared with their hash, by it and the state of their file"""
 
 
 class Image:
@@ -66,6 +68,32 @@ class Image:
         from PIL import Image as Pil
 
         return Pil.open(io.BytesIO(self.png)).convert("RGB")
+
+    def loaded(self) -> Image:
+        """The image with its PNG in memory, after a comparison of a file's pixels with the hash.
+
+        Raises:
+            StoreError: its file cannot be read, or holds another image.
+        """
+        if isinstance(self._source, bytes):
+            return self
+        file = self._source or Path(f"{self.sha256}.png")
+        try:
+            state = file.stat()
+        except OSError as e:
+            raise StoreError(f"the image {self.sha256[:12]}… of an episode cannot be read: {e}") from e
+        key = self.sha256, file, state.st_mtime_ns, state.st_size
+        known = _loaded.get(key)
+        if known is None:
+            png = self.png
+            try:
+                same = _of_bytes(png).sha256 == self.sha256
+            except ContractError:  # not an image
+                same = False
+            if not same:
+                raise StoreError(f"{file}: this is not the image that the episode refers to; was the file changed?")
+            known = _remember(_loaded, key, Image(self.sha256, png))
+        return known
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Image) and other.sha256 == self.sha256
@@ -185,9 +213,14 @@ def _of_bytes(encoded: bytes) -> Image:
             image = _of_pil(Pil.open(io.BytesIO(encoded)))
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Pil.DecompressionBombError) as e:
             raise ContractError(f"an image in a message cannot be read: {e}") from e
-        _cache[key] = image
-        while len(_cache) > _CACHE_SIZE:
-            _cache.popitem(last=False)
+        _remember(_cache, key, image)
+    return image
+
+
+def _remember(cache: OrderedDict[Any, Image], key: Any, image: Image) -> Image:
+    cache[key] = image
+    while len(cache) > _CACHE_SIZE:
+        cache.popitem(last=False)
     return image
 
 

@@ -60,6 +60,25 @@ class Images:
         width, height = image.size
         return int(self._processor.get_number_of_image_patches(height, width, {})) // self._patches_per_token
 
+    def grid(self, image: Image) -> tuple[int, int]:
+        """Height and width of an image in placeholder tokens.
+
+        Raises:
+            TemplateError: the processor resizes images in another way than Qwen2-VL's.
+        """
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        processor, (width, height) = self._processor, image.size
+        unit = int(processor.patch_size) * int(processor.merge_size)
+        least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+        rows, columns = (side // unit for side in smart_resize(height, width, unit, min_pixels=least, max_pixels=most))
+        if rows * columns != self.token_count(image):
+            raise TemplateError(
+                f"{type(processor).__name__} makes {self.token_count(image)} tokens of an image of {width} x {height} pixels, expected "
+                f"{rows} x {columns}"
+            )
+        return rows, columns
+
     def expand(self, pieces: Pieces, images: Sequence[Image], provenance: Provenance) -> Pieces:
         """The pieces with each placeholder repeated as often as its image has tokens, with this provenance.
 

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, EnvFailure
 from agentrl.gateway.driver import make_driver
 from agentrl.render import Renderer, Tokenizer, make_renderer
 from agentrl.render.context_policy import resolve_context_policy
-from agentrl.render.images import Images, images_of_model
+from agentrl.render.images import images_of_model
 from agentrl.replay.branch import play_branch
 from agentrl.reward import Reward, Scorer, resolve_rewards
 from agentrl.rollout.branching import BranchRule, several_roles
@@ -30,8 +30,9 @@ from agentrl.rollout.mixed_runner import MixedRunner, MixedScorer
 from agentrl.rollout.process_pool import ProcessPlace, ProcessPool, ThisMachine
 from agentrl.rollout.rollout import RolloutLimits
 from agentrl.rollout.tool_executor import SaveOutput
+from agentrl.run.image_models import check_image_model
 from agentrl.run.machines import gpus_of_trainer, make_nodes, ranks_per_node
-from agentrl.run.model_folder import context_length, model_config, model_folder, router_of
+from agentrl.run.model_folder import context_length, model_folder, router_of
 from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
 from agentrl.run.runner_settings import RunnerSettings, runner_settings
@@ -40,7 +41,6 @@ from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
 from agentrl.train.restarting import RestartingTrainer
-from agentrl.train.rows import NO_IMAGES
 
 if TYPE_CHECKING:
     from agentrl.engine.local.engine import LocalEngine
@@ -158,20 +158,17 @@ class Components:
         """Refuse a model that the trainer cannot train, and settings that fit neither the model nor the machine.
 
         Raises:
-            UsageError: the model takes images, or a setting does not fit.
+            UsageError: the model's family or a setting does not fit.
         """
         from agentrl.train.megatron.megatron_settings import check_trainer
 
-        if isinstance(self.renderer.images, Images) and "vision_config" in model_config(self.folder):
-            raise ConfigError(
-                f"{self.folder}: {NO_IMAGES}; run such a model with `agentrl rollout` or `agentrl eval`, or train a text model"
-            )
         train = self.config.train
         options: dict[str, Any] = {"tree_packing": train.tree_packing, "nodes": train.actor_num_nodes}
         check_trainer(
             self.folder, self.config.megatron, train.actor_num_gpus_per_node, gpus_of_trainer(self.config), **options
         )
         trained_adapters(self.config, self.folder)
+        check_image_model(self.config, self.folder)
 
     def require_critic(self) -> None:
         """Refuse a critic whose model folder cannot be trained.

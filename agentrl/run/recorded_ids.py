@@ -9,6 +9,7 @@ from agentrl.config import build_config, read_toml
 from agentrl.errors import DataError
 from agentrl.render import Tokenizer
 from agentrl.run.components import Components
+from agentrl.run.image_models import check_recorded_images
 from agentrl.run.model_folder import local_folder, model_config
 from agentrl.store.run_folder import recorded_config
 from agentrl.types import Trajectory
@@ -29,6 +30,7 @@ class RecordedIds:
             "vocab_size", math.inf
         )  # the trainer refuses a config.json without it
         self._tokens = components.tokenizer.backend
+        self._images = components.renderer.images
         self._known: set[int] = set()
         recorded = _model_of(source)
         other = recorded is not None and recorded.resolve() != self.folder.resolve()
@@ -39,9 +41,12 @@ class RecordedIds:
         """Return the episode.
 
         Raises:
-            DataError: the model does not have one of its ids, or it stands for another text there.
+            DataError: the model does not have one of its ids, or it stands for another text there; or an image does not fit its tokens.
+            StoreError: an image cannot be read, or was changed.
         """
         for segment in trajectory.segments:
+            if segment.images:
+                check_recorded_images(f"{self.source}, episode {trajectory.episode_id}", segment, self._images)
             for token in {*segment.ids} - self._known:
                 where = f"{self.source}, episode {trajectory.episode_id}: token id {token}"
                 advice = "give --model with the model that the episodes were recorded with"

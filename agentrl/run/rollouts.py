@@ -16,6 +16,7 @@ from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError, DataError
 from agentrl.run.collector import Collector
 from agentrl.run.components import Components
+from agentrl.run.image_models import check_image_engine
 from agentrl.run.metrics import StageReport, metrics_by_env, rollout_metrics
 from agentrl.run.report import Report
 from agentrl.run.run_log import Echo, RunLog
@@ -83,6 +84,8 @@ class EpisodeRun:
             self._source = training_source(components)
         if components.trains:
             components.require_trainable()
+            if plays != "recorded":
+                check_image_engine(config, components.folder)
         else:
             components.require_weights()
         require_trackers(config)

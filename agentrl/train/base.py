@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.message_images import PlacedImage
 from agentrl.engine.base import WeightsManifest
 from agentrl.errors import InvariantError
 
@@ -52,6 +53,8 @@ class Row:
     """where the engine sampled the token, and so `rollout_log_probs` holds its log-prob, which may be 0; None: every trained token"""
     routed_experts: NDArray[Any] | None = None
     """[n, layers, topk]: the experts of the first n tokens in the engine, which the trainer uses too; None: its routers choose"""
+    images: tuple[PlacedImage, ...] = ()
+    """the images among the tokens, in order, with their PNGs in memory"""
     source: tuple[str, int] = ("", 0)
     """(episode id, segment index) that the row was made from"""
     turns: tuple[tuple[int, int], ...] = ()
@@ -73,6 +76,7 @@ class Row:
                 f"Row.sampled is {self.sampled.dtype} of shape {self.sampled.shape}, expected bool of {(length,)}"
             )
         self._check_routed_experts()
+        self._check_images()
         if length and self.weights[0] != 0:
             raise InvariantError("the first token has no context and cannot be trained on")
 
@@ -86,6 +90,19 @@ class Row:
                 f"{self.place(0)}: experts were recorded for {given} tokens; the row has {len(self.tokens)}, and those of the first {needed} "
                 "are needed"
             )
+
+    def _check_images(self) -> None:
+        """Images follow one another among the tokens, and are not trained."""
+        end = 0
+        for placed in self.images:
+            start, end = end, placed.at + placed.tokens
+            if not start <= placed.at < end <= len(self.tokens):
+                raise InvariantError(
+                    f"{self.place(0)}: an image has the tokens {placed.at} to {end - 1}; the row has {len(self.tokens)}, and the image before it "
+                    f"ends at {start}"
+                )
+            if self.weights[placed.at : end].any():
+                raise InvariantError(f"{self.place(placed.at)}: tokens of an image are never trained")
 
     def chosen(self, *, trained_only: bool) -> NDArray[np.int64]:
         """The tokens whose log-probs are computed: those with a weight, or all but the first."""

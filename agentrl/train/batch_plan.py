@@ -116,19 +116,22 @@ def _inputs(trainer: Trainer, rows: Sequence[Row], part: Sequence[int]) -> int:
 def prefix_keys(rows: Sequence[Row]) -> list[Tokens]:
     """For each token of each row a number: a prefix is computed once for two rows if the numbers of its tokens are equal in both.
 
-    These are the token ids. Where the engine's experts are replayed, a number stands for the token and its experts: a token that was recorded
-    with other experts has other hidden states. It is found by a hash of 64 bits; `recorded_experts` compares the experts themselves.
+    These are the token ids. A token of an image has a number for that image, and where the engine's experts are replayed, a number stands for the
+    token and its experts: a token that was recorded with other experts has other hidden states. It is found by a hash of 64 bits;
+    `image_layout` and `recorded_experts` compare the images and experts themselves.
     """
-    if all(row.routed_experts is None for row in rows):
+    if all(row.routed_experts is None and not row.images for row in rows):
         return [row.tokens for row in rows]
     _, numbers = np.unique(np.concatenate([_hashes(row) for row in rows]), return_inverse=True)
     return np.split(numbers.reshape(-1), np.cumsum([len(row.tokens) for row in rows])[:-1])
 
 
 def _hashes(row: Row) -> NDArray[np.uint64]:
-    """A linear hash of each token and its experts, with random odd factors."""
+    """A linear hash of each token, its image and its experts, with random odd factors."""
     experts = row.routed_experts
     hashes = row.tokens.astype(np.uint64) * _FACTOR
+    for placed in row.images:
+        hashes[placed.at : placed.at + placed.tokens] += np.uint64(int(placed.image.sha256[:16], 16))
     if experts is not None:
         factors = np.random.default_rng(0).integers(0, 1 << 64, experts.shape[1:], np.uint64) | np.uint64(1)
         for layer, own in enumerate(factors):

@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.errors import ConfigError, DataError, InvariantError
+from agentrl.core.message_images import PlacedImage
+from agentrl.errors import DataError, InvariantError, StoreError
 from agentrl.train.base import Row
 from agentrl.train.sample import Sample
 from agentrl.types import Provenance
 
-NO_IMAGES = "the trainer supports text models only (megatron-core's GPTModel) and cannot train on images"
 NORMALISATIONS = ("sequence", "token", "constant")
 """sequence: the mean over each episode's trained tokens, then the mean over episodes; token: the mean over all trained tokens; constant: the sum
 over each episode's trained tokens divided by a constant, then the mean over episodes."""
@@ -36,16 +36,14 @@ def make_rows(
 
     Raises:
         InvariantError: a sample contradicts itself, or a segment occurs twice.
-        ConfigError: a sample has images.
         DataError: no experts were recorded for a sample.
+        StoreError: an image of a sample cannot be read, or was changed.
     """
     if normalisation not in NORMALISATIONS:
         raise InvariantError(f"normalisation must be one of {NORMALISATIONS}, found {normalisation!r}")
     used = [s for s in samples if s.episode_id in advantages and s.trained_tokens]
     for sample in used:
         sample.check()
-        if sample.multimodal_inputs is not None:
-            raise ConfigError(f"episode {sample.episode_id} has images; {NO_IMAGES}")
     if len({(s.episode_id, s.segment_index) for s in used}) != len(used):
         raise InvariantError("a segment of an episode occurs twice; each is trained on once")
     tokens: dict[str, int] = {}
@@ -86,6 +84,7 @@ def make_row(
 
     Raises:
         DataError: `replay_experts`, and no experts were recorded.
+        StoreError: an image cannot be read, or was changed.
     """
     recorded = sample.rollout_routed_experts if replay_experts else None
     if replay_experts and recorded is None:
@@ -109,9 +108,21 @@ def make_row(
         temperature=np.where(mask > 0, np.float32(sample.temperature or 1.0), np.float32(1.0)).astype(np.float32),
         sampled=_sampled(sample),
         routed_experts=None if recorded is None else recorded.array(),
+        images=_images(sample),
         source=(sample.episode_id, sample.segment_index),
         turns=tuple(sample.turn_of),
     )
+
+
+def _images(sample: Sample) -> tuple[PlacedImage, ...]:
+    images = (sample.multimodal_inputs or {}).get("images", ())
+    try:
+        return tuple(
+            PlacedImage(image.loaded(), at, tokens)
+            for image, (at, tokens) in zip(images, sample.image_places, strict=True)
+        )
+    except StoreError as e:
+        raise StoreError(f"episode {sample.episode_id}, segment {sample.segment_index}: {e}") from e
 
 
 def _sampled(sample: Sample) -> NDArray[np.bool_]:

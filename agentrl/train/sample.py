@@ -68,6 +68,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
     """`images`: a list of `Image` in the order of their placeholders in `tokens`; None: no images"""
+    image_places: Runs = field(default_factory=list)
+    """of each of these images the index in `tokens` of its first placeholder, and the number of its placeholders"""
     multimodal_train_inputs: dict[str, Any] | None = None
     """the model's inputs besides `tokens`: pixel_values and image_grid_thw"""
     response: str = ""
@@ -144,6 +146,9 @@ class Sample:
             raise InvariantError(
                 f"Sample.rollout_routed_experts has {self.rollout_routed_experts.tokens} entries for {len(self.tokens)} tokens"
             )
+        images = (self.multimodal_inputs or {}).get("images", ())
+        if len(images) != len(self.image_places):
+            raise InvariantError(f"Sample.image_places has {len(self.image_places)} entries for {len(images)} images")
         if self.loss_mask is not None and not set(self.loss_mask) <= {0, 1}:
             raise InvariantError("Sample.loss_mask must hold only 0 and 1")
         if self.rollout_log_probs is not None and not all(map(math.isfinite, self.rollout_log_probs)):
@@ -201,7 +206,7 @@ def segment_sample(
 ) -> Sample:
     """The sample of one segment, also if nothing in it is trained; see `to_samples`."""
     spans = t.segments[index].spans
-    images = [placed.image for placed in t.segments[index].images]
+    placed = t.segments[index].images
     first = next((i for i, s in enumerate(spans) if s.provenance is not Provenance.PROMPT), len(spans))
     prompt, response = spans[:first], spans[first:]
     ids = list(chain.from_iterable(s.ids for s in response))
@@ -210,7 +215,8 @@ def segment_sample(
         group_index=t.group_index,
         index=t.index,
         prompt=t.task.prompt if isinstance(t.task.prompt, str) else t.task.messages,
-        multimodal_inputs={"images": images} if images else None,
+        multimodal_inputs={"images": [p.image for p in placed]} if placed else None,
+        image_places=[(p.at, p.tokens) for p in placed],
         tokens=[*chain.from_iterable(s.ids for s in prompt), *ids],
         response=decode(ids) if decode else "",
         response_length=len(ids),

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from doubles import PARIS, make_runner
-from vision import PROCESSOR, VisionEngine, call, log_probs, picture, processed, vision_model, vision_renderer
+from vision import VisionEngine, call, log_probs, model_folder, picture, processed, vision_model, vision_renderer
 
 from agentrl import Env, StepResult, ToolEnv, tool
 from agentrl.config import build_config
@@ -134,8 +134,9 @@ async def test_image_tokens_are_never_trained_and_the_sample_alone_gives_the_log
     blind = log_probs(model, pad, [0 if i == pad else i for i in sample.tokens], None, sample.temperature)
     unseen = [blind[start + n - 1, i].item() for n, (i, m, _) in enumerate(response) if m]
     assert np.abs(np.subtract(ours, unseen)).max() > 1e-2  # the images matter
-    with pytest.raises(ConfigError, match="cannot train on images"):
-        make_rows([sample], {t.episode_id: 1.0})
+    (row,) = make_rows([sample], {t.episode_id: 1.0})
+    assert row.images == t.segments[0].images
+    assert [row.tokens[p.at : p.at + p.tokens].tolist() for p in row.images] == [[pad] * p.tokens for p in row.images]
 
 
 async def test_the_record_keeps_each_image_once_and_replays(renderer, played, tmp_path):
@@ -256,18 +257,6 @@ async def test_a_runner_process_and_its_controller_record_the_same(renderer, pla
     assert encode(to_record(made)) == encode(to_record(t))
 
 
-def model_folder(path, renderer):
-    """A folder as the hub has them, without weights."""
-    path.mkdir()
-    renderer.tokenizer.backend.save(str(path / "tokenizer.json"))
-    template = {"chat_template": renderer.tokenizer.chat_template, "eos_token": "<|im_end|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(template))
-    config = {"text_config": {"max_position_embeddings": 4096}, "vision_config": {}, "model_type": "qwen2_5_vl"}
-    (path / "config.json").write_text(json.dumps(config))
-    PROCESSOR.save_pretrained(path)
-    return path
-
-
 def test_tokens_shows_where_images_stand(renderer, tmp_path):
     folder = model_folder(tmp_path / "model", renderer)
     parts = [{"type": "image", "image": images_in(MAP.prompt)[0].url}, {"type": "text", "text": "Where?"}]
@@ -288,8 +277,10 @@ def test_a_processor_of_another_shape_is_no_hindrance_until_an_image_comes(rende
         other.prompt(MAP.prompt)
 
 
-def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp_path):
+def test_training_refuses_a_model_of_images_that_it_cannot_build_before_anything_starts(renderer, tmp_path):
     folder = model_folder(tmp_path / "model", renderer)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_vl"}))
     (tmp_path / "env.py").write_text("from agentrl import ToolEnv\nclass Look(ToolEnv):\n    rewards = []\n")
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "hello", "label": "x"}) + "\n")
     settings = {"hf_checkpoint": str(folder), "run": str(tmp_path / "run")}
@@ -300,7 +291,7 @@ def test_training_refuses_a_model_of_images_before_anything_starts(renderer, tmp
     assert parts.renderer.images.token_count(images_in(MAP.prompt)[0]) == renderer.images.token_count(
         images_in(MAP.prompt)[0]
     )
-    with pytest.raises(ConfigError, match=r"cannot train on images.*agentrl rollout"):
+    with pytest.raises(ConfigError, match=r"'qwen3_vl' cannot be trained: .*DeepStack"):
         asyncio.run(train(config))
     assert not (tmp_path / "run").exists()
 

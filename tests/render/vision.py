@@ -53,6 +53,19 @@ def vision_model(pad):
     return model
 
 
+def model_folder(path, renderer):
+    """A folder as the hub has them, without weights."""
+    path.mkdir(exist_ok=True)
+    renderer.tokenizer.backend.save(str(path / "tokenizer.json"))
+    template = {"chat_template": renderer.tokenizer.chat_template, "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(template))
+    if not (path / "config.json").exists():
+        config = {"text_config": {"max_position_embeddings": 4096}, "vision_config": {}, "model_type": "qwen2_5_vl"}
+        (path / "config.json").write_text(json.dumps(config))
+    PROCESSOR.save_pretrained(path)
+    return path
+
+
 @torch.no_grad()
 def log_probs(model, pad, ids, inputs, temperature=1.0):
     """[len(ids), vocabulary]; row t: of what follows token t."""

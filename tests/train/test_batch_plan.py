@@ -75,7 +75,7 @@ def test_a_row_longer_than_the_limit_stands_alone_and_a_share_may_be_empty():
 @pytest.mark.parametrize(("tree", "computed"), [(True, 100), (False, 240)])
 def test_metrics_count_tokens_as_rows_as_a_tree_and_padding(tree, computed):
     trainer = SimpleNamespace(copies=1, micro_batch_tokens=1000, micro_batch_rows=None, multiple=16, tree_packing=tree)
-    rows = [SimpleNamespace(tokens=r, routed_experts=None) for r in group(0)]
+    rows = [SimpleNamespace(tokens=r, routed_experts=None, images=()) for r in group(0)]
     plan = trainer_plan(trainer, rows)
     padded = -(-computed // 16) * 16
     assert micro_batch_sizes(trainer, rows, plan) == [[padded]]
@@ -88,5 +88,5 @@ def test_metrics_count_tokens_as_rows_as_a_tree_and_padding(tree, computed):
 
 def test_padding_is_within_the_limit():
     trainer = SimpleNamespace(copies=1, micro_batch_tokens=100, micro_batch_rows=None, multiple=16, tree_packing=False)
-    rows = [SimpleNamespace(tokens=np.arange(n + 1), routed_experts=None) for n in (50, 49, 48, 1)]
+    rows = [SimpleNamespace(tokens=np.arange(n + 1), routed_experts=None, images=()) for n in (50, 49, 48, 1)]
     assert max(micro_batch_sizes(trainer, rows, trainer_plan(trainer, rows))[0]) <= 100

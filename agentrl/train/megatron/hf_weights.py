@@ -158,6 +158,22 @@ class HuggingFaceWeights:
         return tensor
 
 
+class CarriedTensors(Mapping[str, Tensor]):
+    """The tensors of a folder whose names start with a prefix, read on demand."""
+
+    def __init__(self, weights: HuggingFaceWeights, prefix: str) -> None:
+        self._weights, self._names = weights, [name for name in weights if name.startswith(prefix)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def named_tensors(model: Any, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """A stage's parameters, with layers numbered over the whole model, and with `buffers` the biases of its routers."""
     biases = ((n, b) for n, b in model.named_buffers() if n.endswith(".expert_bias")) if buffers else ()

@@ -25,18 +25,23 @@ class TreeRotaryEmbedding(RotaryEmbedding):
     inv_freq: Tensor
     """[d / 2]"""
     positions: Tensor
-    """[s]: of the tokens of the next forward pass, on this context-parallel rank"""
+    """[s]: of the tokens of the next forward pass, on this context-parallel rank; with `axes` [3, s]"""
+    axes: Tensor | None = None
+    """[d / 2]: which of a position's three numbers rotates a pair of channels (M-RoPE); None: a position is one number"""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Angles [s, 1, 1, d]."""
         frequencies: Tensor = self.inv_freq.to(self.positions.device)
-        angles = torch.outer(self.positions.to(frequencies.dtype), frequencies)
+        positions = self.positions.to(frequencies.dtype)
+        angles = (
+            positions[self.axes].t() * frequencies if self.axes is not None else torch.outer(positions, frequencies)
+        )
         both = angles.repeat_interleave(2, -1) if self.rotary_interleaved else torch.cat([angles, angles], -1)
         return both[:, None, None]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
         """Number of positions."""
-        return len(self.positions)
+        return self.positions.shape[-1]
 
 
 class RMSNorm(nn.Module):

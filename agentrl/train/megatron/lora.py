@@ -184,6 +184,10 @@ def _check_model(folder: Path, model: ModelConfig, megatron: Settings) -> None:
         raise ConfigError(
             f"{folder}: adapters on latent attention (model_type {model.family!r}) are not supported; leave out --lora-rank"
         )
+    if model.vision is not None:
+        raise ConfigError(
+            f"{folder}: adapters on a model of images (model_type {model.family!r}) are not supported; leave out --lora-rank"
+        )
     if megatron.get("moe_router_bias_update_rate"):
         raise ConfigError(
             "--moe-router-bias-update-rate changes the base, which --lora-rank keeps frozen; leave one of them out"

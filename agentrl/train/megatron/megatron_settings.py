@@ -82,6 +82,7 @@ def check_trainer(
     model = read_model_config(folder)
     check_settings(settings, model, cpu=not gpus)
     check_tree(settings, tree_packing=tree_packing)
+    check_vision(folder, model, critic=critic)
     ranks, _ = rank_counts(settings, (requested_ranks or 0) * nodes or None)
     if 0 < gpus < (here := ranks // nodes):
         raise ConfigError(f"the trainer needs {here} GPUs, one for each rank; this machine has {gpus}")
@@ -119,6 +120,21 @@ def check_tree(settings: Settings, *, tree_packing: bool) -> None:
             f"[megatron] hidden_dropout = {settings['hidden_dropout']} draws a mask for each row, but --tree-packing computes a prefix "
             "that rows share once; set hidden_dropout to 0, or --tree-packing false"
         )
+
+
+def check_vision(folder: Path, model: ModelConfig, *, critic: bool = False, true_on_policy: bool = False) -> None:
+    """Refuse what is not defined for a model of images, and one whose images could not be prepared.
+
+    Raises:
+        ConfigError: a critic, the local engine's arithmetic, or no image processor.
+    """
+    if model.vision is None:
+        return
+    if critic or true_on_policy:
+        what = "a critic of a model of images is" if critic else "--true-on-policy-mode for a model of images is"
+        raise ConfigError(f"{folder}: {what} not supported; use an estimator without critic, and leave out the mode")
+    if not (folder / "preprocessor_config.json").is_file():
+        raise ConfigError(f"{folder} has no preprocessor_config.json, without which its images cannot be trained")
 
 
 def check_true_on_policy(settings: Settings, dtype: str, *, tree_packing: bool) -> None:

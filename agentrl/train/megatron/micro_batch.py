@@ -15,14 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.core.message_images import Image
 from agentrl.train.attention_blocks import attention_calls
 from agentrl.train.base import OPTIONAL_INPUTS, Row
 from agentrl.train.batch_plan import padded_length, prefix_keys
 from agentrl.train.megatron.gpu_kernels import to_device
+from agentrl.train.megatron.image_layout import Grid, image_layout
 from agentrl.train.megatron.loss import TokenData
 from agentrl.train.megatron.routing import RoutingPlan, recorded_experts
 from agentrl.train.megatron.tree_attention import AttentionPlan, attention_plan, context_ranges
 from agentrl.train.token_tree import Path, token_tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePlan:
+    """The images of one micro-batch."""
+
+    images: tuple[Image, ...]
+    """the different ones"""
+    source: Tensor
+    """[s] int64: for each token of this rank its place among the tokens of all these images; -1: text"""
+    features: Tensor | None = None
+    """[m, h]: the vision tower's output for the tokens of all images; None: not computed on this stage"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +46,11 @@ class MicroBatch:
     inputs: Tensor
     """[1, s] int64: token ids; 0 is padding"""
     positions: Tensor
-    """[s] int64: position of each token in its row"""
+    """[s] int64: position of each token in its row; of a model of images [3, s], its time, height and width"""
     routing: RoutingPlan
     attention: AttentionPlan
+    images: ImagePlan | None
+    """None: there are none"""
     index: Tensor
     """[u] int64: the tokens of `inputs` from which the predictions are made"""
     labels: Tensor
@@ -58,6 +74,7 @@ def collate(
     multiple: int = 1,
     context: tuple[int, int] = (0, 1),
     share: float = 1.0,
+    grid: Grid | None = None,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
     """Pack rows into a micro-batch.
@@ -69,6 +86,7 @@ def collate(
         multiple: the number of tokens of all context-parallel ranks is a multiple of this.
         context: rank and size of the context-parallel group.
         share: see `RoutingPlan.share`.
+        grid: height and width of an image in tokens; None: the model takes no images.
         device: the device of the tensors.
     """
     layout = token_tree([keys[:-1] for keys in prefix_keys(rows)], share=tree)
@@ -89,19 +107,25 @@ def collate(
     def tensor(array: Any, dtype: Any) -> Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype)), device)
 
-    def packed(array: np.ndarray) -> Tensor:
-        return tensor(np.pad(array, (0, length - used))[mine], np.int64)
+    def packed(array: np.ndarray, padding: int = 0) -> Tensor:
+        widths = [(0, 0)] * (array.ndim - 1) + [(0, length - used)]
+        return tensor(np.pad(array, widths, constant_values=padding)[..., mine], np.int64)
 
     tokens = np.zeros(used, np.int64)
     for row, where in zip(rows, layout.rows, strict=True):
         tokens[where] = row.tokens[:-1]
+    positions, images = layout.positions, None
+    if grid is not None:
+        positions, sources_of, shown = image_layout(rows, layout.rows, used, grid)
+        images = ImagePlan(images=shown, source=packed(sources_of, padding=-1)) if shown else None
     recorded = recorded_experts(rows, layout.rows, length, mine, device)
     index, labels, temperature, prediction = _predictions(rows, chosen, here, places)
     return MicroBatch(
         inputs=packed(tokens)[None],
-        positions=packed(layout.positions),
+        positions=packed(positions),
         routing=RoutingPlan(valid=tensor(mine < used, np.bool_), share=share, recorded=recorded),
         attention=attention_plan(attention_calls(paths, local), local, device),
+        images=images,
         index=tensor(index, np.int64),
         labels=tensor(labels, np.int64),
         temperature=tensor(temperature, np.float32),

@@ -40,7 +40,8 @@ from agentrl.train.megatron.lora import Lora, adapter_conversions
 from agentrl.train.megatron.megatron_settings import Settings, check_settings, required_settings
 from agentrl.train.megatron.micro_batch import MicroBatch
 from agentrl.train.megatron.model_config import ModelConfig, Rope
-from agentrl.train.megatron.rotary import frequencies
+from agentrl.train.megatron.rotary import axes, frequencies
+from agentrl.train.megatron.vision_tower import VisionTower, load_vision_tower
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,6 +67,8 @@ class PolicyModel(GPTModel):
         self._chosen: Tensor | None = None
         device = self.rotary_pos_emb.inv_freq.device
         self.rotary_pos_emb.inv_freq = frequencies(rope, rope.channels or self.config.kv_channels).to(device)
+        if (own := axes(rope)) is not None:
+            self.rotary_pos_emb.axes = own.to(device)
         if self.post_process and critic:
             self.output_layer = ValueHead(self.config)
         self._gathers = self.config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
@@ -84,7 +87,21 @@ class PolicyModel(GPTModel):
         if self._gathers:
             group = parallel_state.get_tensor_model_parallel_group()
             routing = routing.part(group.rank(), group.size())
-        return super().forward(batch.inputs, None, None, packed_seq_params=replace(batch.attention, routing=routing))
+        embedded = None if batch.images is None or not self.pre_process else self._with_images(batch)
+        plan = replace(batch.attention, routing=routing)
+        return super().forward(batch.inputs, None, None, decoder_input=embedded, packed_seq_params=plan)
+
+    def _with_images(self, batch: MicroBatch) -> Tensor:
+        """The embeddings of the tokens, with the features of images at theirs: [s, 1, h], or this sequence-parallel rank's part."""
+        assert batch.images is not None
+        assert batch.images.features is not None
+        words = self.embedding(input_ids=batch.inputs, position_ids=None)
+        source = batch.images.source
+        if self._gathers:
+            group = parallel_state.get_tensor_model_parallel_group()
+            source = source.chunk(group.size())[group.rank()]
+        features = batch.images.features[source.clamp(min=0)][:, None].to(words.dtype)
+        return torch.where((source >= 0)[:, None, None], features, words)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
@@ -109,6 +126,8 @@ class Built:
     optimizer: Any
     reference: torch.nn.Module | None
     """the frozen copy, wrapped for its precision; None with adapters too, whose reference is the model without them"""
+    vision: VisionTower | None = None
+    """on the first pipeline stage of a model of images; frozen, and the same for the reference"""
     lora: Lora | None = None
     """its adapters, which alone are trained; None: all weights are"""
     checks_finite: bool = True
@@ -185,6 +204,7 @@ def build(
     wrapped = DistributedDataParallel(config, ddp_config, in_precision(loaded()))
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype), [wrapped])
     use_fused_adam(optimizer)
+    vision = load_vision_tower(model_config, weights, dtype) if parallel_state.is_pipeline_first_stage() else None
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = wrapped.no_sync
@@ -196,6 +216,7 @@ def build(
         wrapped=wrapped,
         optimizer=optimizer,
         reference=frozen,
+        vision=vision,
         lora=lora,
         critic=critic,
         checks_finite=settings.get("check_for_nan_in_grad", True),

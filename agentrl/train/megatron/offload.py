@@ -20,7 +20,8 @@ def _gpu_tensors(built: Built) -> Iterator[tuple[Tensor, bool]]:
         yield buffer.grad_data, False
         if buffer.param_data is not None:
             yield buffer.param_data, True
-    for model in [wrapped] if built.reference is None else [wrapped, built.reference]:
+    frozen = (built.reference, built.vision and built.vision.module)
+    for model in (wrapped, *(model for model in frozen if model is not None)):
         yield from ((p.data, True) for p in model.parameters() if p.is_cuda)
     for part in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
         for group in part.optimizer.param_groups:
@@ -43,6 +44,8 @@ class Offloader:
         """Free the memory; nothing if it is free."""
         if self._offloaded:
             return
+        if self._built.vision is not None:
+            self._built.vision.forget()
         torch.cuda.synchronize()
         seen: set[int] = set()
         for position, (tensor, keep) in enumerate(_gpu_tensors(self._built)):

@@ -7,9 +7,11 @@ divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from agentrl.train.megatron import adapters, checkpoint
 from agentrl.train.megatron.adapter_slots import AdapterSlots
 from agentrl.train.megatron.delivery.sender import Sender
 from agentrl.train.megatron.engine_forward import EngineForward
-from agentrl.train.megatron.hf_weights import HuggingFaceWeights, gather, named_tensors
+from agentrl.train.megatron.hf_weights import CarriedTensors, HuggingFaceWeights, gather, named_tensors
+from agentrl.train.megatron.image_layout import Grid, processor
 from agentrl.train.megatron.log_probs import VocabShard, token_log_probs
 from agentrl.train.megatron.loss import token_loss
 from agentrl.train.megatron.micro_batch import MicroBatch, collate
@@ -90,6 +93,10 @@ class TrainerRank:
                     "difference to the engine as train/rollout_log_prob_diff_max"
                 )
             self._engine_forward = EngineForward(setup.model, layout)
+        vision = model_config.vision
+        self._grid: Grid | None = None if vision is None else processor(setup.model, vision).grid
+        self._carried = CarriedTensors(weights, vision.prefix) if vision and self.built.vision else {}
+        """tensors of the model folder that are exported as they are"""
         self.steps = 0
         """optimizer steps so far"""
         self._offloader = Offloader(self.built) if gpu else None
@@ -176,7 +183,7 @@ class TrainerRank:
     def export(self, path: Path) -> list[WrittenFile] | None:
         """Write this stage's weights; the files on the rank that wrote."""
         self._sync_params()
-        return self._write(path, adapters.weights(self.built.model))
+        return self._write(path, adapters.weights(self.built.model), self._carried)
 
     def export_adapter(self, path: Path) -> list[WrittenFile] | None:
         """Write this stage's adapters by the names of peft, in float32 as peft has them; the files on the rank that wrote."""
@@ -245,6 +252,7 @@ class TrainerRank:
                 multiple=multiple,
                 context=self.context,
                 share=1 / (len(parts) * parallel_state.get_data_parallel_world_size()),
+                grid=self._grid,
                 device=self.device,
             )
             for part in parts
@@ -252,12 +260,15 @@ class TrainerRank:
 
         def forward(batches: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
+            if batch.images is not None and built.vision is not None:
+                batch = replace(batch, images=built.vision.with_features(batch.images))
             if exact is not None:
                 return exact.logits(unwrapped(module), batch), partial(after, batch)
             return module(batch, **precision), partial(after, batch)
 
         # the wrapper of a bf16 model would convert the hidden states to fp32
-        precision = {"fp32_output": False} if self.built.config.bf16 else {}
+        built = self.built
+        precision = {"fp32_output": False} if built.config.bf16 else {}
         schedule = get_forward_backward_func()
         return schedule(
             forward_step_func=forward,
@@ -298,8 +309,12 @@ class TrainerRank:
             self.built.wrapped.start_param_sync(force_sync=True)
 
     @torch.no_grad()
-    def _write(self, path: Path, parts: Iterable[tuple[str, Tensor]]) -> list[WrittenFile] | None:
-        """Write tensors of this stage, by megatron's names, under Hugging Face names in files of at most SHARD_BYTES."""
+    def _write(
+        self, path: Path, parts: Iterable[tuple[str, Tensor]], carried: Mapping[str, Tensor] | None = None
+    ) -> list[WrittenFile] | None:
+        """Write tensors of this stage, by megatron's names, under Hugging Face names in files of at most SHARD_BYTES; and those of `carried`,
+        whose names are Hugging Face's.
+        """
         groups = self.built.groups
         if not groups.any_copy:
             return None
@@ -314,7 +329,7 @@ class TrainerRank:
             files.append(WrittenFile(name, list(tensors), size))
             tensors.clear()
 
-        for name, tensor in gather(parts, self.built.layout, groups):
+        for name, tensor in chain(gather(parts, self.built.layout, groups), (carried or {}).items()):
             if writes:
                 if tensors and size + tensor.nbytes > SHARD_BYTES:
                     flush()

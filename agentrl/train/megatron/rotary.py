@@ -19,6 +19,11 @@ def frequencies(rope: Rope, channels: int) -> Tensor:
     return _yarn(plain, rope.theta, rope.yarn) if rope.yarn else plain
 
 
+def axes(rope: Rope) -> Tensor | None:
+    """For each pair of channels which of a position's three numbers rotates it, [channels / 2] int64 (M-RoPE); None: there is one number."""
+    return None if rope.sections is None else torch.arange(3).repeat_interleave(torch.tensor(rope.sections))
+
+
 def attention_factor(rope: Rope) -> float:
     """The factor of cosine and sine."""
     if not rope.yarn:

@@ -23,8 +23,15 @@ from agentrl.errors import ConfigError, InvariantError, NonFiniteError, StoreErr
 from agentrl.train.base import OPTIONAL_INPUTS, Floats, LossConfig, Row
 from agentrl.train.batch_plan import Plan, packing, trainer_plan
 from agentrl.train.megatron.checkpoint_model import adapter_folder, require_model, write_model
+from agentrl.train.megatron.image_layout import Grid, check_images, processor
 from agentrl.train.megatron.lora import resolve, trained_parameters, write_adapter
-from agentrl.train.megatron.megatron_settings import can_have, check_tree, check_true_on_policy, rank_counts
+from agentrl.train.megatron.megatron_settings import (
+    can_have,
+    check_tree,
+    check_true_on_policy,
+    check_vision,
+    rank_counts,
+)
 from agentrl.train.megatron.model_config import read_model_config
 from agentrl.train.megatron.nodes import Nodes
 from agentrl.train.megatron.rank_place import RankPlace, ThisMachine
@@ -107,6 +114,9 @@ class MegatronTrainer:
             raise ConfigError(f"the trainer's dtype must be float32 or bfloat16; found {dtype!r}")
         self.model, self.dtype, self.timeout_s = Path(model), dtype, timeout_s
         self._shape = read_model_config(self.model)
+        check_vision(self.model, self._shape, critic=critic, true_on_policy=true_on_policy)
+        vision = self._shape.vision
+        self._grid: Grid | None = None if vision is None else processor(self.model, vision).grid
         self._lora = resolve(lora or LoraSettings(), self.model, self._shape, settings, tree_packing=tree_packing)
         self.adapters = tuple(name for name, _ in self._lora.adapters) if self._lora else ()
         context = settings.get("context_parallel_size", 1)
@@ -322,6 +332,7 @@ class MegatronTrainer:
         if not rows:
             raise InvariantError(f"{command}: the batch is empty")
         _check_experts(rows, self._shape.router)
+        check_images(rows, self._shape.vision, self._grid)
         return trainer_plan(self, rows)
 
     def _request_shares(

@@ -12,7 +12,16 @@ from pathlib import Path
 from types import ModuleType
 
 from agentrl.errors import ConfigError, DataError
-from agentrl.train.megatron.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from agentrl.train.megatron.families import (
+    deepseek_v3,
+    glm4,
+    glm4_moe,
+    llama,
+    qwen2,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+)
 from agentrl.train.megatron.families.base import HuggingFaceConfig, ModelConfig, Tensors
 
 FAMILIES: Mapping[str, ModuleType] = {
@@ -24,6 +33,8 @@ FAMILIES: Mapping[str, ModuleType] = {
     "glm4_moe": glm4_moe,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": deepseek_v3,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_vl,
 }
 """By model_type"""
 _LINEAR_ATTENTION = (
@@ -31,6 +42,10 @@ _LINEAR_ATTENTION = (
     "only with kernels for GPUs"
 )
 REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe"),
+        "its first layers add features of images to their outputs (DeepStack), which the trainer's layers do not; Qwen2-VL and Qwen2.5-VL can",
+    ),
     "gpt_oss": "its attention has sinks and sliding windows, which token trees do not support",
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LINEAR_ATTENTION),
 }
@@ -98,6 +113,13 @@ def check_names(folder: Path, model: ModelConfig, names: Iterable[str], *, criti
         required -= {"lm_head.weight"}
     if missing := sorted(required - present):
         raise DataError(f"{folder} has no tensor {missing[0]!r}, which its config.json requires{_more(missing)}")
+    if model.vision is not None:
+        carried = {name for name in present if name.startswith(model.vision.prefix)}
+        if not carried:
+            raise DataError(
+                f"{folder} has no tensors {model.vision.prefix}…, the vision tower that its config.json requires"
+            )
+        present -= carried
     left_out, unknown = [], []
     first = model.transformer["num_layers"]
     prediction = tuple(f"model.layers.{first + i}." for i in range(model.untrained_layers))

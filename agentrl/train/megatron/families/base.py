@@ -17,7 +17,7 @@ A table defines for each megatron parameter of a layer the Hugging Face tensors 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,8 @@ class Rope:
     """factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; None: no such scaling"""
     channels: int | None = None
     """the first channels of a head, which are rotated; None: all"""
+    sections: tuple[int, ...] | None = None
+    """pairs of channels that rotate by the time, height and width of a token's position (M-RoPE); None: a position is one number"""
     yarn: Mapping[str, float] | None = None
     """factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim (0: not given); None: no such scaling"""
 
@@ -104,6 +106,17 @@ class LatentAttention:
     """the channels of a pair are neighbours; otherwise the two halves"""
 
 
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What the text tower needs to know of a vision tower, which is transformers' (vision_tower.py) and is not trained."""
+
+    image_token: int
+    """id of the token that stands for a part of an image"""
+    video_token: int
+    prefix: str
+    """of the names of the vision tower's tensors"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder."""
@@ -120,6 +133,8 @@ class ModelConfig:
     post_norms: bool = False
     """the outputs of attention and MLP are normalised before they are added"""
     latent: LatentAttention | None = None
+    vision: Vision | None = None
+    """None: a text model"""
     untrained_layers: int = 0
     """layers for multi-token prediction after the last one, which are neither trained nor exported"""
 
@@ -181,11 +196,21 @@ class HuggingFaceConfig:
             if self._values.get(key, value) != value:
                 raise ConfigError(f"{self.path}: {key} is {self._values[key]!r}; only {value!r} can be trained")
 
-    def rope(self, *, channels: int | None = None, yarn: bool = False) -> Rope:
-        """transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters. `yarn`: the family supports YaRN."""
+    def text(self) -> HuggingFaceConfig:
+        """The text tower of a model of images: `text_config`, or in older files keys beside those of the whole model."""
+        whole = {key: value for key, value in self._values.items() if key not in ("text_config", "vision_config")}
+        tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}
+        return HuggingFaceConfig(self.path, {**whole, **self.get("text_config", {}), **tied})
+
+    def rope(self, *, channels: int | None = None, yarn: bool = False, sections: Sequence[int] = ()) -> Rope:
+        """transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters. `yarn`: the family supports YaRN; `sections`: it has
+        M-RoPE, with these sections if the file has none.
+        """
         rope = {**self.get("rope_scaling", {}), **self.get("rope_parameters", {})}
-        theta = float(rope.get("rope_theta", self._values.get("rope_theta", 10000.0)))
+        theta = float(rope.get("rope_theta", self._values.get("rope_theta", 1e6 if sections else 10000.0)))
         kind = rope.get("rope_type", rope.get("type", "default"))
+        if sections and kind in ("default", "mrope"):
+            return Rope(theta, channels=channels, sections=tuple(rope.get("mrope_section", sections)))
         if kind == "default":
             return Rope(theta, channels=channels)
         if kind == "llama3":
