@@ -52,6 +52,12 @@ class Double:
     memory_saver: bool = False
     experts: Callable[[int, int], Any] | None = None
     """(start, stop) -> the int32 experts [tokens, layers, topk] of these tokens, where a request asks for them"""
+    lora: bool = False
+    """adapters can be loaded"""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """folders of the adapters that are loaded, by name"""
+    adapter_log_prob: Callable[[str], float] = lambda folder: -0.5
+    """the log-prob of every token with the adapter of a folder"""
     asleep: set[str] = field(default_factory=set)
     """tags of the released memory"""
     port: int = 0
@@ -109,6 +115,7 @@ class Double:
         flags = {
             "enable_memory_saver": self.memory_saver,
             "enable_return_routed_experts": self.experts is not None,
+            "enable_lora": self.lora,
         }
         return web.json_response(facts | flags)
 
@@ -158,6 +165,15 @@ class Double:
         self.weight_version = str(body["weight_version"])
         return web.json_response({"success": True})
 
+    async def load_lora_adapter(self, _: Any, body: Any) -> web.Response:
+        new = body["lora_name"] not in self.adapters
+        self.adapters |= {body["lora_name"]: body["lora_path"]} if new else {}
+        return web.json_response({"success": new, "error_message": "already loaded"}, status=200 if new else 400)
+
+    async def unload_lora_adapter(self, _: Any, body: Any) -> web.Response:
+        found = self.adapters.pop(body["lora_name"], None) is not None
+        return web.json_response({"success": found}, status=200 if found else 400)
+
     async def release_memory_occupation(self, _: Any, body: Any) -> web.Response:
         self.asleep |= set(body["tags"])
         return web.json_response({})
@@ -198,8 +214,12 @@ class Double:
         at_end = bool(ids) and ids[-1] in stops
         ended = {"type": "stop", "matched": ids[-1]} if at_end else {"type": "length", "length": len(ids)}
         reason = ended if finished else {"type": "abort", "message": "aborted"}
-        pairs = [[-0.5, i, None] for i in ids]
-        scores = [[None, i, None] if n == 0 else [-0.5, i, None] for n, i in enumerate(body["input_ids"])]
+        name = body.get("lora_path")
+        if name is not None and name not in self.adapters:  # TokenizerManager: lora_registry.acquire
+            return web.json_response({"error": {"message": f"the adapters {name} are not loaded"}}, status=400)
+        log_prob = -0.5 if name is None else self.adapter_log_prob(self.adapters[name])
+        pairs = [[log_prob, i, None] for i in ids]
+        scores = [[None, i, None] if n == 0 else [log_prob, i, None] for n, i in enumerate(body["input_ids"])]
         prompt = self._expanded(body)
         meta = {
             "prompt_tokens": len(prompt),

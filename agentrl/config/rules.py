@@ -59,7 +59,13 @@ def _check_adapters(config: Config) -> None:
     schedule, env = config.schedule, config.env
     age = "counts the age of samples in versions of one policy"
     for given, flag, why in (
-        (config.engine.engine != "local", f"--engine {config.engine.engine}", "serves one policy"),
+        (config.rollout.runner_processes > 1, "--runner-processes", "tells its processes the version of one policy"),
+        (config.engine.colocate, "--colocate", "takes the base from the engine's memory during training"),
+        (
+            config.engine.weight_sync not in (None, "disk"),
+            f"--weight-sync {config.engine.weight_sync}",
+            "brings whole weights to servers, while adapters are sent as folders",
+        ),
         (schedule.schedule != "sync", f"--schedule {schedule.schedule}", age),
         (schedule.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path", age),
         (schedule.over_sampling_batch_size, "--over-sampling-batch-size", age),

@@ -36,7 +36,7 @@ from agentrl.run.model_folder import context_length, model_folder, router_of
 from agentrl.run.players import Players
 from agentrl.run.prompt_checks import check_prompts, check_tools
 from agentrl.run.runner_settings import RunnerSettings, runner_settings
-from agentrl.run.trained_adapters import adapters_of_envs, check_role_adapters, trained_adapters
+from agentrl.run.trained_adapters import adapter_form, adapters_of_envs, check_role_adapters, trained_adapters
 from agentrl.slime_hooks.modules import arguments, load_function
 from agentrl.slime_hooks.rewards import slime_reward
 from agentrl.slime_hooks.runner import SlimeRunner
@@ -114,7 +114,9 @@ class Components:
         if config.engine.engine == "sglang":
             from agentrl.engine.sglang.plan import plan_servers
 
-            self.servers = plan_servers(config, self.folder, self.context_length, trains=trains, router=self.router)
+            form = adapter_form(config, self.folder) if self.adapters else None
+            options: dict[str, Any] = {"router": self.router, "adapters": form}
+            self.servers = plan_servers(config, self.folder, self.context_length, trains=trains, **options)
         self.threads = config.engine.threads or os.cpu_count() or 1
         self.players = Players(self.config, self.env_class, self.folder, self._local_engine)
         self.driver = make_driver(config, self.env_class, [c.env_class for c in self.envs.values()])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config import Config
 from agentrl.config.mixture import EnvShare
+from agentrl.engine.sglang.launch_spec import AdapterForm
 from agentrl.errors import ConfigError, DataError, StoreError, suggest
 from agentrl.run.players import INITIAL
 from agentrl.types import Group
@@ -35,6 +36,17 @@ def trained_adapters(config: Config, folder: Path) -> Lora | None:
         )
     tree_packing = config.train.tree_packing and not config.train.true_on_policy_mode
     return resolve(config.lora, folder, read_model_config(folder), config.megatron, tree_packing=tree_packing)
+
+
+def adapter_form(config: Config, folder: Path) -> AdapterForm:
+    """What servers must know of several adapters of the model in `folder`.
+
+    Raises:
+        UsageError: see `trained_adapters`.
+    """
+    lora = trained_adapters(config, folder)
+    assert lora is not None, "there are adapters"
+    return AdapterForm(count=len(lora.adapters), rank=lora.rank, targets=lora.targets)
 
 
 def adapters_of_envs(adapters: Mapping[str, str], shares: Sequence[EnvShare], labels: Iterable[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from agentrl.engine.local.adapter_engines import AdapterEngines
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.plan import ServerPlan, on_gpus, sync_kind
 from agentrl.engine.weight_files import weight_bytes
-from agentrl.weight_sync.adapters import LocalAdapterSync
+from agentrl.weight_sync.adapters import FleetAdapterSync, LocalAdapterSync
 from agentrl.weight_sync.base import WeightSync, memory_for
 from agentrl.weight_sync.broadcast import BroadcastSync
 from agentrl.weight_sync.colocated import ColocatedSync
@@ -43,6 +43,8 @@ def make_weight_sync(
         return LocalAdapterSync(engine, versions, folder)
     if servers is None or not isinstance(engine, Fleet):
         return LocalDiskSync(engine, folder)
+    if versions:
+        return FleetAdapterSync(engine, versions, folder)
     kind = sync_kind(settings)
     if kind == "disk":
         return DiskSync(engine, folder)

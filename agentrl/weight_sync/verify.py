@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -58,18 +59,21 @@ async def probe_ids(fleet: Fleet) -> list[int]:
     return (runs * 2)[: first.context_length - 2]
 
 
-async def expected_weights(trainer: Trainer, fleet: Fleet, probe: Sequence[int]) -> Expected:
-    """Compute what verifies the trainer's current weights."""
+async def expected_weights(
+    trainer: Trainer, fleet: Fleet, probe: Sequence[int], *, adapter: str | None = None
+) -> Expected:
+    """Compute what verifies the trainer's current weights, or one of several adapters, whose servers have no checksums of it."""
     ids = np.array(probe, np.int32)
     ones, zeros = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
     weights = ones.copy()
     weights[0] = 0
     row = Row(tokens=ids, weights=weights, advantages=zeros, rollout_log_probs=zeros, temperature=ones)
     # one copy of the row for each data-parallel rank: all must take part
-    log_probs = (await asyncio.to_thread(trainer.log_probs, [row] * trainer.copies))[0]
+    score = trainer.log_probs if adapter is None else partial(trainer.log_probs, adapter=adapter)
+    log_probs = (await asyncio.to_thread(score, [row] * trainer.copies))[0]
     checksums: dict[tuple[str, int], dict[str, str]] = {}
     for kind, ranks in {m.engine.api.checksum_kind for m in fleet.members}:
-        if kind:
+        if kind and adapter is None:
             stages = await asyncio.to_thread(trainer.deliver, "checksums", kind=kind, ranks=ranks)
             checksums[kind, ranks] = {name: value for stage in stages for name, value in stage.items()}
     return Expected(
@@ -80,13 +84,15 @@ async def expected_weights(trainer: Trainer, fleet: Fleet, probe: Sequence[int])
     )
 
 
-async def compare(engines: Sequence[SGLangEngine], expected: Expected) -> tuple[Failures, float | None]:
-    """Failures of the engines whose weights differ, and the largest difference of a log-prob."""
+async def compare(
+    engines: Sequence[SGLangEngine], expected: Expected, *, adapter: str | None = None
+) -> tuple[Failures, float | None]:
+    """Failures of the engines whose weights differ, or those of one of several adapters, and the largest difference of a log-prob."""
     differences: list[float] = []
 
     async def check(engine: SGLangEngine) -> None:
         await _check_checksums(engine, expected)
-        differences.append(await _check_log_probs(engine, expected))
+        differences.append(await _check_log_probs(engine, expected, adapter))
 
     failed = await failures_of(engines, check)
     return failed, max(differences, default=None)
@@ -104,12 +110,14 @@ async def _check_checksums(engine: SGLangEngine, expected: Expected) -> None:
     )
 
 
-async def _check_log_probs(engine: SGLangEngine, expected: Expected) -> float:
+async def _check_log_probs(engine: SGLangEngine, expected: Expected, adapter: str | None) -> float:
     """The largest difference of a log-prob; EngineFailure if the mean difference is above the limit."""
-    differences = np.abs(np.array(await engine.api.score(expected.ids)) - np.array(expected.log_probs))
+    scores = await engine.api.score(expected.ids, adapter=None if adapter is None else engine.loaded(adapter).name)
+    differences = np.abs(np.array(scores) - np.array(expected.log_probs))
     if not differences.mean() <= expected.limit:
+        of = "" if adapter is None else f" of the adapter {adapter}"
         raise EngineFailure(
-            f"log-probs at {engine.address} differ from the trainer's by {differences.mean():.4f} nats on average; "
+            f"log-probs{of} at {engine.address} differ from the trainer's by {differences.mean():.4f} nats on average; "
             f"expected at most {expected.limit:g} for the same weights",
             "engine: weights differ",
         )

@@ -33,6 +33,7 @@ def facts(*, memory_saver):
         checksums="",
         memory_saver=memory_saver,
         routed_experts=False,
+        lora=False,
         deterministic=False,
         context_length=256,
     )

@@ -87,7 +87,9 @@ async def test_roles_are_checked_before_a_run():
     [
         ({"lora_rank": 0}, "--lora-adapter has no effect without --lora-rank"),
         ({"lora_adapters": {"a": "x/y"}}, "--lora-adapter a=x/y: the name of an adapter consists of letters, digits and _"),
-        ({"engine": "sglang"}, "--engine sglang serves one policy"),
+        ({"engine": "sglang", "runner_processes": 2}, "--runner-processes tells"),
+        ({"engine": "sglang", "colocate": True}, "--colocate takes the base from the engine's memory"),
+        ({"engine": "sglang", "weight_sync": "split"}, "--weight-sync split brings whole weights"),
         ({"schedule": "async"}, "--schedule async counts the age of samples in versions of one policy"),
         ({"over_sampling_batch_size": 64}, "--over-sampling-batch-size counts"),
         ({"dynamic_sampling_filter_path": "x.py:f"}, "--dynamic-sampling-filter-path counts"),

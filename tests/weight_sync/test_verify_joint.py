@@ -321,7 +321,7 @@ class Policy:
                 ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
         return ids[-count:]
 
-    async def score(self, ids):
+    async def score(self, ids, *, adapter=None):
         with torch.no_grad():
             logits = self.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
         return logits.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()

@@ -137,14 +137,17 @@ class ServerApi:
             raise malformed(f"{self.address}/model_info", f"weight_version {version!r:.60}; expected a text")
         return str(version)
 
-    async def score(self, ids: Sequence[int], *, timeout_s: float | None = None) -> list[float]:
-        """Log-probs of ids[1:] by the current weights. Ends a pause of the server."""
+    async def score(
+        self, ids: Sequence[int], *, adapter: str | None = None, timeout_s: float | None = None
+    ) -> list[float]:
+        """Log-probs of ids[1:] by the current weights, with an adapter by the server's name of it. Ends a pause of the server."""
         await self.command("/continue_generation", {})
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **({} if adapter is None else {"lora_path": adapter}),
         }
         response = await self.generate(body, timeout_s=timeout_s or self.timeout_s)
         with boundary(EngineFailure, "engine: log-probs of a prompt"):

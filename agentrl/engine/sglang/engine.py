@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsM
 from agentrl.engine.sampling import Decode
 from agentrl.engine.sglang.api import ServerApi
 from agentrl.engine.sglang.protocol import (
+    LoadedAdapter,
     add_images,
     check_prompt,
     concatenate,
@@ -58,6 +59,10 @@ class _Flight:
     """the task that waits for the response"""
     failure: Failure | None = None
     """why it ended before a response came"""
+    adapter: str | None = None
+    """which of several adapters samples it"""
+    adapter_version: int = 0
+    """the adapter's version when the request was sent"""
 
     def fail(self, failure: Failure) -> None:
         """Make the waiting task raise `failure` at once."""
@@ -73,6 +78,7 @@ class SGLangEngine:
     Args:
         address: http://host:port of a server that is up when `start` is called.
         router: what the model's routers choose from, if generations return their choices; the server must support it.
+        serves_adapters: adapters are loaded into the server (`load_adapters`), which must support it.
         model_dir: the model's folder, if it can be read here: new weights are compared with it before they are sent.
         context_length: maximum tokens of context and generation; None: the server's.
         policy_version: version of the weights that the server starts with.
@@ -86,6 +92,7 @@ class SGLangEngine:
         *,
         model_dir: Path | None = None,
         router: RouterShape | None = None,
+        serves_adapters: bool = False,
         context_length: int | None = None,
         policy_version: int = 0,
         timeout_s: float = 300.0,
@@ -105,6 +112,12 @@ class SGLangEngine:
         self._context_length = context_length
         self._model_dir = model_dir
         self._router = router
+        self._serves_adapters = serves_adapters
+        self.adapters: dict[str, LoadedAdapter] = {}
+        """what the server has of each of several adapters"""
+        self._former: dict[str, LoadedAdapter] = {}
+        """what it had before; requests that wait in front of its scheduler may still name it"""
+        self._loads = 0
         self._first_version = policy_version
         self._decode: Decode | None = None
         self._generate_timeout_s = generate_timeout_s
@@ -127,6 +140,11 @@ class SGLangEngine:
                 "no context length",
             )
         return min(known)
+
+    @property
+    def lacks_adapters(self) -> bool:
+        """The server was started again and has none of several adapters, whatever its version says."""
+        return self._serves_adapters and not self.adapters
 
     @property
     def paused(self) -> bool:
@@ -158,6 +176,13 @@ class SGLangEngine:
                 "--enable-return-routed-experts",
                 "engine: no routed experts",
             )
+        if self._serves_adapters and not self.api.facts.lora:
+            raise EngineFailure(
+                f"the server at {self.address} takes no adapters, which --lora-adapter sends: start it with --enable-lora, --max-lora-rank and "
+                "--lora-target-modules",
+                "engine: no adapters",
+            )
+        self.adapters, self._former = {}, {}
         self._asleep = False
         self.starts += 1
 
@@ -206,7 +231,7 @@ class SGLangEngine:
             raise EngineFailure(f"the engine at {self.address} is asleep; call wake before generate", "engine asleep")
         context = ids if isinstance(ids, list) else list(ids)
         max_new_tokens = check_request(context, sampling, self.context_length)
-        flight = _Flight(session)
+        flight = _Flight(session, adapter=sampling.adapter)
         self._flights.add(flight)
         parts: list[Generation] = []
         experts_from = None if self._router is None else sampling.routed_experts_from
@@ -227,6 +252,8 @@ class SGLangEngine:
                 check_prompt(response, context, self.address, images=bool(images))
                 part = read_generation(response, self._first_version, self.address, self.vocab_size, context_crc=crc)
                 self._check_version(part, flight)
+                if flight.adapter is not None:
+                    part = replace(part, policy_version=flight.adapter_version, versions=())
                 if experts_from is not None and self._router is not None:
                     tokens = len(context) + len(part.ids) - 1 - experts_from
                     part = replace(part, routed_experts=read_experts(response, self._router, tokens, self.address))
@@ -256,6 +283,9 @@ class SGLangEngine:
         try:
             await self._running.wait()
             flight.version = self.policy_version
+            if flight.adapter is not None:
+                loaded = self.loaded(flight.adapter)
+                flight.adapter_version, body["lora_path"] = loaded.version, loaded.name
             clock = asyncio.get_running_loop().time
             if not self._in_server:
                 self._last_response = clock()
@@ -375,6 +405,41 @@ class SGLangEngine:
         await self._set_version(policy_version)
         if not was_paused:
             await self.resume()
+
+    async def load_adapters(self, adapters: Mapping[str, tuple[int, Path]], policy_version: int) -> None:
+        """Make the server load adapters, by name, from folders of peft that it can read, and serve `policy_version`. It stays paused.
+
+        Every version has a name of its own at the server, so that a request cannot be answered by another.
+
+        Raises:
+            EngineFailure: the server refused one.
+        """
+        await self.begin_weights()
+        for name, (version, folder) in adapters.items():
+            self._loads += 1
+            new = LoadedAdapter(version, f"{name}-{version}-{self._client_id[:8]}-{self._loads}")
+            await self.api.command("/load_lora_adapter", {"lora_name": new.name, "lora_path": str(folder)})
+            if (former := self._former.pop(name, None)) is not None:
+                await self.api.command("/unload_lora_adapter", {"lora_name": former.name})
+            if (before := self.adapters.get(name)) is not None:
+                self._former[name] = before
+            self.adapters[name] = new
+        body = {"new_version": str(policy_version), "abort_all_requests": False}
+        await self.api.command("/update_weight_version", body)
+        await self._set_version(policy_version)
+
+    def loaded(self, adapter: str) -> LoadedAdapter:
+        """What the server has of an adapter.
+
+        Raises:
+            EngineFailure: nothing.
+        """
+        if adapter not in self.adapters:
+            raise EngineFailure(
+                f"the request names the adapter {adapter!r}; {self.address} has {', '.join(self.adapters) or 'none'}",
+                "unknown adapter",
+            )
+        return self.adapters[adapter]
 
     async def begin_weights(self, *, bracket: bool = False) -> None:
         """Pause and abort the requests in flight. `bracket`: announce weights by tensors or by a group, if the server's version requires it."""

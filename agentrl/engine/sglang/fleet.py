@@ -407,7 +407,7 @@ class Fleet:
             if member.state != "stale" or self._asleep:
                 return
             version = (await member.engine.health()).policy_version
-            if version != self.policy_version or member.weights_unknown:
+            if version != self.policy_version or member.weights_unknown or member.engine.lacks_adapters:
                 member.reason = f"it has weights of version {version}, expected version {self.policy_version}"
                 if self.recovery is None:
                     return  # until the next weight update

@@ -20,6 +20,16 @@ RESERVED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterForm:
+    """What a server must know of the adapters that it is sent."""
+
+    count: int
+    rank: int
+    targets: tuple[str, ...]
+    """names of the adapted matrices"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """The servers of a run."""
 
@@ -33,6 +43,8 @@ class LaunchSpec:
     """the servers will sleep (colocated)"""
     routed_experts: bool = False
     """the servers return the experts of tokens"""
+    adapters: AdapterForm | None = None
+    """the form of the adapters that the servers take; None: they take none"""
     args: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's flags by name without leading dashes; True: a flag without a value, False: omitted"""
 
@@ -126,6 +138,10 @@ def command_line(
         "skip-server-warmup": True,
         "enable-return-routed-experts": spec.routed_experts,
     }
+    if spec.adapters is not None:
+        flags |= {"enable-lora": True, "max-lora-rank": spec.adapters.rank}
+        flags |= {"lora-target-modules": spec.adapters.targets, "max-loras-per-batch": spec.adapters.count + 1}
+        flags |= {} if gpus() else {"lora-backend": "torch_native"}
     if gpus():
         flags |= {
             "base-gpu-id": spec.first_gpu + number * spec.gpus_per_engine,

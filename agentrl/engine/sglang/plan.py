@@ -17,7 +17,7 @@ from agentrl.core.routed_experts import RouterShape
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.installation import Installation, find_installation, gpus
-from agentrl.engine.sglang.launch_spec import LaunchSpec, check_spec, command_line
+from agentrl.engine.sglang.launch_spec import AdapterForm, LaunchSpec, check_spec, command_line
 from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.ray_servers import RayServers, check_resources
 from agentrl.engine.sglang.router import servers_at
@@ -43,15 +43,23 @@ class ServerPlan:
     """the ray cluster on which the servers start; None: this machine"""
     router: RouterShape | None = None
     """what the model's routers choose from, if their choices are recorded"""
+    adapters: AdapterForm | None = None
+    """the form of the adapters that the servers are sent"""
     patience_s: float = 600.0
     """how long a generation waits for a ready server"""
 
 
 def plan_servers(
-    config: Config, model: Path, context_length: int, *, trains: bool, router: RouterShape | None = None
+    config: Config,
+    model: Path,
+    context_length: int,
+    *,
+    trains: bool,
+    router: RouterShape | None = None,
+    adapters: AdapterForm | None = None,
 ) -> ServerPlan:
     """Check everything that can be known before a server starts. `trains`: there is a trainer, which needs GPUs and sends weights.
-    `router`: see `ServerPlan.router`.
+    `router`, `adapters`: see `ServerPlan`.
 
     Raises:
         ConfigError: the servers could not start, or the trainer could not reach them.
@@ -71,7 +79,12 @@ def plan_servers(
         if e.ray_address is not None:
             check_resources(e.ray_address, None, ranks=all_ranks, runners=runners)
         return ServerPlan(
-            model=model, context_length=context_length, addresses=addresses, router=router, patience_s=patience_s
+            model=model,
+            context_length=context_length,
+            addresses=addresses,
+            router=router,
+            adapters=adapters,
+            patience_s=patience_s,
         )
     installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
     gpu_count = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
@@ -88,6 +101,7 @@ def plan_servers(
         first_gpu=ranks if trains and not e.colocate else 0,
         memory_saver=e.colocate,
         routed_experts=router is not None,
+        adapters=adapters,
         args=config.sglang,
     )
     check_spec(spec, installation, here=e.ray_address is None)
@@ -103,6 +117,7 @@ def plan_servers(
         trains=trains,
         ray_address=e.ray_address,
         router=router,
+        adapters=adapters,
         patience_s=patience_s,
     )
 
@@ -211,7 +226,13 @@ def on_gpus(plan: ServerPlan) -> bool:
 
 
 def _engine(address: str, plan: ServerPlan) -> SGLangEngine:
-    return SGLangEngine(address, model_dir=plan.model, context_length=plan.context_length, router=plan.router)
+    return SGLangEngine(
+        address,
+        model_dir=plan.model,
+        context_length=plan.context_length,
+        router=plan.router,
+        serves_adapters=plan.adapters is not None,
+    )
 
 
 def _address(text: str) -> str:

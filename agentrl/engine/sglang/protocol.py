@@ -9,7 +9,7 @@ import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class ServerFacts:
     """memory can be released and resumed"""
     routed_experts: bool
     """the experts of tokens are returned where a request asks for them"""
+    lora: bool
+    """adapters can be loaded"""
     deterministic: bool
     context_length: int | None
     """the longest context that leaves space for a token is one shorter"""
@@ -88,9 +90,18 @@ class ServerFacts:
             checksums=_CHECKSUMS.get(device, "") if comparable else "",
             memory_saver=bool(info.get("enable_memory_saver")),
             routed_experts=bool(info.get("enable_return_routed_experts")),
+            lora=bool(info.get("enable_lora")),
             deterministic=bool(info.get("enable_deterministic_inference")),
             context_length=min(lengths, default=None),
         )
+
+
+class LoadedAdapter(NamedTuple):
+    """A version of an adapter at a server."""
+
+    version: int
+    name: str
+    """the server's"""
 
 
 @functools.cache

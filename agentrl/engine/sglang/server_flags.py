@@ -35,7 +35,7 @@ REFUSED: dict[str, str] = {
             "lora-backend",
             "max-lora-chunk-size",
         ),
-        "adapters are merged into the weights that engines receive; give --lora-rank to train them",
+        "give --lora-rank, which merges adapters into the weights that engines receive, or --lora-adapter, which sends several",
     ),
     **dict.fromkeys(("model-path", "model"), "give --hf-checkpoint"),
     **dict.fromkeys(("tokenizer-path", "skip-tokenizer-init"), "stop strings need the model's tokenizer"),
