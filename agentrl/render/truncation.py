@@ -15,6 +15,7 @@ LONG_TEXT = 1 << 16
 """characters; rendering them takes about 20 ms"""
 _MAX_ROUNDS = 8
 Rendered = TypeVar("Rendered", bound=Sized)
+Finish = Callable[[Sequence[Message]], list[Message]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +43,23 @@ def continue_context(
     max_tokens: int,
     max_segment_tokens: int,
     tools: Sequence[Mapping[str, Any]],
-    whole: Sequence[Message] = (),
+    finish: Finish = list,
 ) -> NextContext | None:
     """The context after the policy's `turn` (whose ids end with `sampled`) and the `messages` that answer it. None: they do not fit.
 
-    `max_tokens` may be appended to the context; a new segment may have `max_segment_tokens`. `whole`: messages after them that are not truncated.
+    `max_tokens` may be appended to the context; a new segment may have `max_segment_tokens`. `finish` adds what is not
+    truncated to the messages before they are rendered.
     """
     delta, kept, cut = truncate_delta(
-        renderer, messages, sampled, max_tokens, history=history, tools=tools, whole=whole
+        renderer, messages, sampled, max_tokens, history=history, tools=tools, finish=finish
     )
     if delta is None:
         return None
     if delta.new_segment is not None:
-        return open_segment(renderer, [*history, turn], messages, delta.new_segment, max_segment_tokens, tools, whole)
+        return open_segment(renderer, [*history, turn], messages, delta.new_segment, max_segment_tokens, tools, finish)
     return NextContext(
         pieces=delta.pieces,
-        images=renderer.placed(delta.pieces, [*kept, *whole]),
+        images=renderer.placed(delta.pieces, finish(kept)),
         new_segment=None,
         messages=kept,
         cut_tokens=cut,
@@ -71,16 +73,16 @@ def open_segment(
     reason: str,
     max_tokens: int,
     tools: Sequence[Mapping[str, Any]],
-    whole: Sequence[Message] = (),
+    finish: Finish = list,
 ) -> NextContext | None:
     """A new segment that begins with a conversation, of which `messages` may be truncated. None: it does not fit."""
-    ids, kept, cut = truncate_prompt(renderer, history, messages, max_tokens, tools, whole)
+    ids, kept, cut = truncate_prompt(renderer, history, messages, max_tokens, tools, finish)
     if ids is None:
         return None
     pieces = ((Provenance.PROMPT, ids),)
     return NextContext(
         pieces=pieces,
-        images=renderer.placed(pieces, [*history, *kept, *whole]),
+        images=renderer.placed(pieces, [*history, *finish(kept)]),
         new_segment=reason,
         messages=kept,
         cut_tokens=cut,
@@ -95,7 +97,7 @@ def truncate_delta(
     *,
     history: Sequence[Message] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    whole: Sequence[Message] = (),
+    finish: Finish = list,
 ) -> tuple[Delta | None, list[Message], int]:
     """The delta for `messages`, truncated to at most `max_tokens` (other arguments as in `Renderer.delta`).
 
@@ -106,7 +108,7 @@ def truncate_delta(
         renderer,
         messages,
         max_tokens,
-        lambda kept: renderer.delta([*kept, *whole], sampled, history=history, tools=tools),
+        lambda kept: renderer.delta(finish(kept), sampled, history=history, tools=tools),
     )
 
 
@@ -116,12 +118,12 @@ def truncate_prompt(
     messages: Sequence[Message],
     max_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
-    whole: Sequence[Message] = (),
+    finish: Finish = list,
 ) -> tuple[tuple[int, ...] | None, list[Message], int]:
-    """The ids of a new context of at most `max_tokens`: the history and `whole` as they are, `messages` truncated as in `truncate_delta`."""
+    """The ids of a new context of at most `max_tokens`: the history whole, `messages` truncated as in `truncate_delta`."""
 
     def render(kept: list[Message]) -> tuple[int, ...]:
-        ((_, ids),) = renderer.prompt([*history, *kept, *whole], tools)
+        ((_, ids),) = renderer.prompt([*history, *finish(kept)], tools)
         return ids
 
     return _truncate(renderer, messages, max_tokens, render)

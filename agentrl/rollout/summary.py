@@ -16,10 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.summary_request import SummaryRequest
+from agentrl.errors import TemplateError
 from agentrl.render.context_policy import ContextView, split_after_last_turn, with_note
 from agentrl.render.formats.block_format import THINKING
 from agentrl.render.renderer import Renderer
-from agentrl.render.truncation import NextContext, continue_context, open_segment
+from agentrl.render.truncation import Finish, NextContext, continue_context, open_segment
 from agentrl.rollout.seat import Seat
 from agentrl.rollout.turn import TurnDraft
 from agentrl.types import Action, ParseError, StopReason
@@ -33,15 +34,22 @@ def ask_for_summary(
 ) -> NextContext | None:
     """The context with the observation and the instruction, at most `room` tokens longer. None: not even the instruction fits.
 
-    The observation is cut where no room would be left for the summary: the tokens that it may have, or half of `room` if that is less.
+    The observation is cut where no room would be left for the summary: the tokens that it may have, or half of `room` if that is less. Where the
+    template refuses a user's message after the observation, the instruction is at the end of the observation's last message.
     `grown`, `most`: the first arguments and `max_segment_tokens` of `continue_context`.
     """
-    instruction = {"role": "user", "content": request.instruction}
-    fit = partial(continue_context, *grown, tools=tools, whole=[instruction])
-    reserved = min(request.max_tokens, room // 2)
-    return fit(max_tokens=room - reserved, max_segment_tokens=most - 1 - reserved) or fit(
-        max_tokens=room, max_segment_tokens=most - 1
-    )
+
+    def fit(finish: Finish) -> NextContext | None:
+        reserved = min(request.max_tokens, room // 2)
+        continued = partial(continue_context, *grown, tools=tools, finish=finish)
+        return continued(max_tokens=room - reserved, max_segment_tokens=most - 1 - reserved) or continued(
+            max_tokens=room, max_segment_tokens=most - 1
+        )
+
+    try:
+        return fit(lambda kept: [*kept, {"role": "user", "content": request.instruction}])
+    except TemplateError:
+        return fit(lambda kept: with_note(kept, request.instruction))
 
 
 async def write_summary(
