@@ -3,7 +3,8 @@
     python benchmarks/black_box_learning.py [--seeds 0] [--rollouts 40] [--jobs 2] [--out FOLDER] [--keep FOLDER] [-- FLAGS]
 
 Each run is `agentrl train` with the settings of the example and two trainer processes; FLAGS go to every run. With `--keep` a run that is complete
-in its folder is not repeated, so that the runs can be made one by one (`--only native`, `--only black_box`). Writes black_box_learning.json and
+in its folder is not repeated, and one that was ended is resumed, so that the runs can be made one by one (`--only native`, `--only black_box`) and in
+parts (`-- --save-interval 5`). Writes black_box_learning.json and
 .png: exact match on 200 held-out questions after equal numbers of episodes, whether the weights are equal bit for bit, and which metrics differ. The
 exit status is 1 if the final exact match of the black box is more than 0.03 below that of the native environment.
 """
@@ -33,6 +34,8 @@ def run(env: str, seed: int, folder: Path, rollouts: int, flags: list[str]) -> d
     """Train once, unless the folder has the complete run; its evaluations, and the hash of its weights."""
     target = folder / f"{env}-{seed}"
     words = ["--env", ENVS[env], "--run", str(target), "--seed", str(seed), "--num-rollout", str(rollouts), *flags]
+    if (target / "config.toml").exists():
+        words = ["--resume", str(target)]
     if not (target / "summary.json").exists():
         print("$ agentrl train", *words, flush=True)
         command = [sys.executable, "-m", "agentrl.cli", "train", *words]

@@ -52,7 +52,8 @@ class KnownRequests:
 
     def add_answer(self, returned: Mapping[str, Any], message: Message) -> None:
         """Note what an answer is in the normal form if a client returns it as it was written."""
-        self._answers[to_json(returned)] = message
+        raw = to_json(returned)
+        self._answers[bytes(memoryview(raw))] = message  # orjson's bytes hold a buffer of 4 KiB
         if len(self._answers) > _MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 

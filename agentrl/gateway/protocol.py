@@ -69,6 +69,8 @@ class Reply:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    message: Message = field(default_factory=dict)
+    """in the normal form, as a client sends it back; empty: nothing was sampled"""
 
 
 class Event(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentrl.engine.base import Generation
 from agentrl.gateway.protocol import ModelRequest, Reply
 from agentrl.render.formats.block_format import without_thinking
@@ -26,22 +28,22 @@ def reply_of(
         finish = "length"
     elif action.calls:
         finish = "tool_calls"
+    calls = tuple(ToolCall(c.name, c.arguments, f"call_{number}_{i}") for i, c in enumerate(action.calls))
     return Reply(
         text=text,
         reasoning=reasoning,
-        calls=tuple(ToolCall(c.name, c.arguments, f"call_{number}_{i}") for i, c in enumerate(action.calls)),
+        calls=calls,
         finish=finish,
         stop_sequence=stop if isinstance(stop, str) else None,
         number=number,
         prompt_tokens=prompt_tokens,
         cached_tokens=generation.cached_tokens,
         completion_tokens=len(generation.ids),
+        message=answered_message(text, calls),
     )
 
 
-def answered_message(reply: Reply) -> Message:
-    """The reply as a message of the conversation, as a client sends it back."""
-    message: Message = {"role": "assistant", "content": reply.text}
-    if reply.calls:
-        message["tool_calls"] = as_tool_calls(reply.calls)
-    return message
+def answered_message(text: str, calls: Sequence[ToolCall]) -> Message:
+    """A reply in the normal form, as a client sends it back."""
+    message: Message = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": as_tool_calls(calls)} if calls else message

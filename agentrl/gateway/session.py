@@ -246,7 +246,7 @@ class GatewaySession:
         self.recorder.bound = bound
         if ends:
             self.spent.set()
-        number = f"refused-{self._requests}"
+        number = f"refused-{self._refused}"
         return [Reply(text="", finish="length", number=f"{number}-{g}") for g in range(request.n)]
 
     def fail(self, failure: BaseException) -> None:

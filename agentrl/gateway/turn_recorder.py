@@ -15,7 +15,7 @@ from agentrl.errors import EngineFailure, boundary
 from agentrl.gateway.context_plan import ContextPlan, ContextPlanner
 from agentrl.gateway.conversation_tree import SAMPLED_AGAIN, TURN_BRANCHED, GeneratedTurn
 from agentrl.gateway.protocol import Reply
-from agentrl.gateway.reply import answered_message, reply_of
+from agentrl.gateway.reply import reply_of
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.turn import TurnDraft
 from agentrl.types import (
@@ -101,7 +101,7 @@ class TurnRecorder:
             end=recorder.length(plan.agent_id),
             ids=generation.ids,
             message=renderer.message(action),
-            answered=answered_message(reply),
+            answered=reply.message,
             call_ids=tuple(c.id for c in action.calls),
             cut=cut,
             agent_id=plan.agent_id,

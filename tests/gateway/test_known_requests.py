@@ -134,7 +134,7 @@ def test_an_answer_that_comes_back_has_the_normal_form_that_it_has_if_it_is_not_
     body = {"model": "policy", **returned(protocol, reply)}
     fresh = protocol.read(body, KnownRequests())
     known, seen, normal = KnownRequests(), [], known_requests.normal_messages
-    known.add_answer(protocol.returned(reply), answered_message(reply))
+    known.add_answer(protocol.returned(reply), answered_message(reply.text, reply.calls))
     monkeypatch.setattr(
         known_requests, "normal_messages", lambda given, **kw: seen.append(len(given)) or normal(given, **kw)
     )

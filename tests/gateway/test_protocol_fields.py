@@ -150,12 +150,15 @@ async def test_a_spent_cost_is_answered_as_a_cut_generation_and_ends_the_episode
 
 
 async def test_side_calls_cost_too(hermes):
+    finishes = []
+
     async def agent(client):
         await client.chat([ASK], model="side")
-        assert (await client.chat([ASK]))["finish"] == "length"
+        for messages in ([ASK], [ASK, {"content": "", "refusal": None, "role": "assistant"}, ASK]):  # as it was written
+            finishes.append((await client.chat(messages))["finish"])
 
     t = await play_agent(agent, ["one"], hermes, attributes={"max_cost": 1.0}, laws=False)
-    assert (len(t.turns), t.stop_reason) == (0, StopReason.MAX_TOKENS)
+    assert (len(t.turns), t.stop_reason, finishes) == (0, StopReason.MAX_TOKENS, ["length", "length"])
 
 
 @pytest.mark.parametrize(
