@@ -129,6 +129,18 @@ async def test_what_rollouts_with_images_record_the_trainer_trains(tmp_path, rec
     assert "model.layers.0.mlp.down_proj.weight" not in equal
 
 
+@pytest.mark.usefixtures("reused_ranks")
+async def test_recorded_episodes_with_images_are_fine_tuned_on(tmp_path, recorded):
+    folder, run = recorded
+    words = ["sft", run, "--run", tmp_path / "again", "--hf-checkpoint", folder, "--lr", "1e-2", "--sft-epochs", "3"]
+    words += ["--actor-num-gpus-per-node", "1"]
+    assert await asyncio.to_thread(main, list(map(str, words))) == 0
+    losses = [
+        json.loads(line)["train/loss"] for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert losses[-1] < losses[0] - 0.1
+
+
 async def test_images_that_are_missing_or_changed_are_refused_before_the_start(tmp_path, recorded, capsys):
     folder, run = recorded
     first, second, *_ = sorted((run / "episodes" / "images").iterdir())

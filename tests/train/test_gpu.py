@@ -10,6 +10,7 @@ import torch
 from models import hf_log_probs, hf_model, make_model, make_rows
 from test_megatron import check_gradients, check_log_probs, start
 from test_model_families import make
+from vision_models import Seeing, image_rows, make_vision_model, vision_model
 
 from agentrl.train.base import LossConfig
 from agentrl.train.megatron.attention_kernels import Dense, Sequences, kernel_for
@@ -57,6 +58,23 @@ def test_experts_train_in_bf16(tmp_path, family):
         for row, got in zip(rows, trainer.log_probs(rows), strict=True):
             with torch.no_grad():
                 assert np.abs(got - hf_log_probs(hf, row).numpy()).mean() < 0.15
+        losses = [trainer.step(rows, LossConfig(kind="sft"), 3e-3)["loss"] for _ in range(8)]
+        assert losses[-1] < losses[4] < losses[0]
+
+
+def test_a_model_of_images_trains_in_bf16_and_its_vision_tower_survives_an_offload(tmp_path):
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 1e4}
+    model = make_vision_model(tmp_path / "model", text_config={"num_attention_heads": 2, "rope_parameters": rope})
+    rows = image_rows(model)
+    reference = Seeing(vision_model(model), rows)
+    with start(model, tmp_path, dtype="bfloat16", reference=True) as trainer:
+        before = trainer.log_probs(rows)
+        for row, got in zip(rows, before, strict=True):
+            with torch.no_grad():
+                assert np.abs(got - hf_log_probs(reference, row).numpy()).mean() < 0.1
+        trainer.offload()
+        trainer.onload()
+        assert all(np.array_equal(a, b) for a, b in zip(before, trainer.log_probs(rows), strict=True))
         losses = [trainer.step(rows, LossConfig(kind="sft"), 3e-3)["loss"] for _ in range(8)]
         assert losses[-1] < losses[4] < losses[0]
 

@@ -25,10 +25,12 @@ from vision_models import (
     vision_model,
 )
 
-from agentrl.config import LoraSettings
+from agentrl.config import LoraSettings, build_config
 from agentrl.core.message_images import Image, PlacedImage, as_image
 from agentrl.errors import ConfigError, DataError, InvariantError, StoreError
+from agentrl.run.image_models import check_image_engine, check_image_model
 from agentrl.train.megatron import micro_batch
+from agentrl.train.megatron.convert import write_checkpoint, write_hugging_face
 from agentrl.train.megatron.families.base import Vision
 from agentrl.train.megatron.hf_weights import HuggingFaceWeights
 from agentrl.train.megatron.image_layout import check_images, positions_of
@@ -316,3 +318,35 @@ def test_features_of_recent_images_are_kept_and_do_not_depend_on_other_images(tm
     tower.forget(IMAGES.token_count(INVERTED))
     with pytest.raises(AttributeError):
         tower.with_features(replace(plan, images=(INVERTED, B)))
+
+
+def test_engines_and_teachers_that_see_no_images_are_refused_before_the_start(tmp_path):
+    folder = make_vision_model(tmp_path)
+
+    def config(**more):
+        return build_config({"hf_checkpoint": str(folder), **more})
+
+    with pytest.raises(
+        ConfigError, match=r"the local engine runs text models only .* use --engine sglang, or --train-only"
+    ):
+        check_image_engine(config(), folder)
+    check_image_engine(config(engine="sglang"), folder)
+    check_image_model(config(), folder)
+    with pytest.raises(ConfigError, match="--opd-teacher is not shown images"):
+        check_image_model(config(opd_teacher=[str(folder)]), folder)
+    with pytest.raises(ConfigError, match="--true-on-policy-mode for a model of images is not supported"):
+        check_image_model(config(true_on_policy_mode=True), folder)
+
+
+@ranks
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_model_is_converted_to_a_checkpoint_and_back_bit_equal(tmp_path):
+    """The checkpoint holds the text tower; the vision tower comes from the model's folder."""
+    folder = make_vision_model(tmp_path / "model")
+    write_checkpoint(folder, tmp_path / "checkpoint", "float32")
+    write_hugging_face(tmp_path / "checkpoint", folder, tmp_path / "hf", "float32")
+    original, converted = read(folder), read(tmp_path / "hf")
+    assert original.keys() == converted.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in converted.items())
+    assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
