@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import pickle
 from collections import Counter
 
 import pytest
@@ -125,6 +126,7 @@ async def test_the_policy_writes_summaries_and_the_episode_goes_on(hermes):
         assert [m["role"] for m in u.context] == ["user", "assistant", "tool"]
         assert u.info["new_segment"] == "a summary by the policy"
     assert encode(to_record(from_record(to_record(t)))) == encode(to_record(t))
+    assert pickle.loads(pickle.dumps(t)) == t, "it crosses from a runner process"
 
 
 async def test_what_a_policy_that_asks_nothing_records_is_as_before(hermes):

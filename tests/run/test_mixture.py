@@ -104,10 +104,12 @@ class TestSettings:
 
     def test_an_environment_has_its_own_settings_and_the_others_of_the_run(self):
         own = {"b.max_turns": 3, "b.env_args": {"x": 1}, "b.concurrency": 2, "a.prompt_data": "t.jsonl"}
+        own["b.context_policy_args"] = {"keep": 1}
         a, b = env_shares(build_config({"env": "a=3 b=1", "env_settings": own, "max_turns": 5}))
         assert (a.share, b.share, a.concurrency, b.concurrency) == (0.75, 0.25, None, 2)
         assert (a.config.env.max_turns, b.config.env.max_turns) == (5, 3)
         assert (a.config.data.prompt_data, b.config.env.env_args) == ("t.jsonl", {"x": 1})
+        assert (a.config.env.context_policy_args, b.config.env.context_policy_args) == ({}, {"keep": 1})
         assert a.config.env.env == "a"
 
     @pytest.mark.parametrize(
@@ -121,6 +123,7 @@ class TestSettings:
             ({"env": "a=1 b=1", "env_settings": {"a.lr": 3}}, "cannot have its own 'lr'"),
             ({"env": "a=1 b=1", "env_settings": {"a.max_turns": 0}}, "--max-turns must be"),
             ({"env": "a=1 b=1", "env_args": {"x": 1}}, "does not say which of the environments"),
+            ({"env": "a=1 b=1", "context_policy_args": {"keep": 1}}, "--context-policy-arg does not say which"),
             ({"env": "a=1 b=1", "prompt_data": "t"}, "does not say which of the environments"),
         ],
     )
