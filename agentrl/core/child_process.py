@@ -13,22 +13,25 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
 POLL_S = 0.5
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_EXEC = (
-    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); os.execvp(sys.argv[1], sys.argv[1:])"
-)
 
 
 def killed_with_parent(command: Sequence[str]) -> list[str]:
-    """Wrap a command in a small program that sets PR_SET_PDEATHSIG and then executes it: the kernel kills it with its parent.
+    """Wrap a command in a small program (keeper_process.py) that runs it and kills it, and what it started, when this process ends.
 
-    The parent is the *thread* that starts the command. A function run between fork and exec could deadlock, hence the program.
+    Start it with `start_new_session=True`, and from a thread that lives as long as the command may: the kernel reports the end of the *thread*.
     """
-    return [sys.executable, "-ISc", _EXEC, *command]
+    return [sys.executable, "-ISc", _keeper(), str(os.getpid()), *command]
+
+
+@cache
+def _keeper() -> str:
+    return Path(__file__).with_name("keeper_process.py").read_text(encoding="utf-8")
 
 
 def exit_with_parent(parent: int, grace_s: float = 0.0) -> None:
