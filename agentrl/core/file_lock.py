@@ -10,6 +10,8 @@ import fcntl
 import os
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,6 +46,27 @@ def is_locked(path: Path) -> bool:
         except OSError as e:
             return isinstance(e, BlockingIOError)
     return False
+
+
+@contextmanager
+def locked_folder(folder: Path, timeout_s: float = 30.0) -> Iterator[None]:
+    """Keep other processes that use this function out of a folder, for `timeout_s` at most: whoever holds it longer hangs."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(POLL_S)
+            except OSError:
+                break  # a file system without locks
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor too
+        os.close(descriptor)
 
 
 def _give_up_locks() -> None:

@@ -45,8 +45,8 @@ def _kill(pids: "list[int]") -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _end_session(*_: object) -> None:
-    for _ in range(3):  # a process that is being killed may have started another
+def _end_session(*_signal: object) -> None:
+    for _attempt in range(3):  # a process that is being killed may have started another
         _kill([pid for pid in _members() if not _is_tracker(pid)])
         time.sleep(0.02)
     deadline = time.monotonic() + FORGOTTEN_S
@@ -79,12 +79,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ended)
     if os.getppid() != parent:
         _end_session()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code & 255)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from agentrl.core.file_lock import is_locked, try_lock
+from agentrl.core.file_lock import is_locked, locked_folder, try_lock
 from agentrl.engine.base import Engine, WeightsManifest
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
@@ -29,7 +29,7 @@ MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 1 << 30
 TIMEOUT_S = 300.0
 UNLOCKED_S = 3600.0
-_PREFIX, _NEW, _LOCK = "agentrl-weights-", "agentrl-new-weights-", "lock"
+_PREFIX, _LOCK = "agentrl-weights-", "lock"
 COPIES = 4
 """Free shared memory required, in sizes of the model: a sync and a recovery may each write one copy, in float32 of a bfloat16 model."""
 
@@ -42,25 +42,26 @@ def memory_for(size: int) -> Path | None:
 def new_weights_folder(parent: Path) -> tuple[Path, BinaryIO]:
     """Create a folder for weights, and return it with its open lock file. Those of processes that were killed are removed first.
 
-    A folder belongs to a living process as long as its lock is held. It has another name until that is so, because another start could remove
-    it in between. One without a lock file is being created, or was left by an older agentrl; it is removed after `UNLOCKED_S`.
+    A folder belongs to a living process as long as its lock is held. The lock of the parent is held until that is so, because another start could
+    remove the folder in between. One without a lock file was left by an older agentrl, which may live; it is removed after `UNLOCKED_S`.
     """
-    for other in [*parent.glob(f"{_PREFIX}*"), *parent.glob(f"{_NEW}*")]:
-        try:
-            lock = other / _LOCK
-            status = other.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                continue
-            ready = lock.exists() and other.name.startswith(_PREFIX)
-            left = not is_locked(lock) if ready else time.time() - status.st_mtime > UNLOCKED_S
-        except OSError:
-            continue  # another start removed it
-        if left:
-            shutil.rmtree(other, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-    file = (new / _LOCK).open("wb")
-    try_lock(file)
-    return new.rename(new.with_name(_PREFIX + new.name.removeprefix(_NEW))), file
+    with locked_folder(parent):
+        for other in parent.glob(f"{_PREFIX}*"):
+            try:
+                lock = other / _LOCK
+                status = other.lstat()
+                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                    continue
+                empty = not any(other.iterdir())
+                left = not is_locked(lock) if lock.exists() else empty or time.time() - status.st_mtime > UNLOCKED_S
+            except OSError:
+                continue  # its process removed it
+            if left:
+                shutil.rmtree(other, ignore_errors=True)
+        new = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        file = (new / _LOCK).open("wb")
+        try_lock(file)
+        return new, file
 
 
 class WeightSync:

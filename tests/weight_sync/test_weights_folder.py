@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import read_line
 
-from agentrl.core.file_lock import is_locked, try_lock
+from agentrl.core.file_lock import is_locked, locked_folder, try_lock
 from agentrl.weight_sync import base
 from agentrl.weight_sync.base import UNLOCKED_S, WeightSync, new_weights_folder
 
@@ -46,33 +46,44 @@ def test_weights_of_a_killed_process_are_removed_by_the_next_start(tmp_path):
 
 
 def test_folders_without_a_lock_are_removed_when_they_are_old(tmp_path):
-    names = ("agentrl-weights-old", "agentrl-new-weights-old", "agentrl-weights-new", "something-else")
-    old, unfinished, new, others = (tmp_path / name for name in names)
-    for folder in (old, unfinished, new, others):
+    old, new, others = (tmp_path / n for n in ("agentrl-weights-old", "agentrl-weights-new", "something-else"))
+    for folder in (old, new, others):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x")
-    (unfinished / "lock").touch()
-    for folder in (old, unfinished):
-        os.utime(folder, (0, os.stat(new).st_mtime - UNLOCKED_S - 1))
+    os.utime(old, (0, os.stat(new).st_mtime - UNLOCKED_S - 1))
     os.utime(others, (0, 0))
     (tmp_path / "agentrl-weights-link").symlink_to(others)
     _, lock = new_weights_folder(tmp_path)
     lock.close()
     assert not old.exists()
-    assert not unfinished.exists()
     assert new.exists()
     assert (others / "model.safetensors").exists()
 
 
+def test_what_a_start_that_was_killed_was_making_is_removed_at_once(tmp_path):
+    empty, unlocked = (tmp_path / f"agentrl-weights-{name}" for name in ("empty", "unlocked"))
+    empty.mkdir()
+    unlocked.mkdir()
+    (unlocked / "lock").touch()
+    mine = WeightSync(None, tmp_path)
+    assert list(tmp_path.iterdir()) == [mine.folder]
+    mine.close()
+
+
 def test_a_start_removes_no_folder_that_another_start_is_making(tmp_path, monkeypatch):
-    def lock_after_another_start(file):
+    def lock_while_another_starts(file):
         monkeypatch.setattr(base, "try_lock", try_lock)
-        others.append(WeightSync(None, tmp_path))
+        other = threading.Thread(target=lambda: others.append(WeightSync(None, tmp_path)))
+        other.start()
+        starting.append(other)
+        other.join(0.2)
+        assert not others, "it waits"
         return try_lock(file)
 
-    others = []
-    monkeypatch.setattr(base, "try_lock", lock_after_another_start)
+    others, starting = [], []
+    monkeypatch.setattr(base, "try_lock", lock_while_another_starts)
     mine = WeightSync(None, tmp_path)
+    starting[0].join(30)
     third = WeightSync(None, tmp_path)
     folders = {sync.folder for sync in (mine, third, *others)}
     assert set(tmp_path.iterdir()) == folders
@@ -80,6 +91,14 @@ def test_a_start_removes_no_folder_that_another_start_is_making(tmp_path, monkey
     for sync in (mine, third, *others):
         sync.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_start_does_not_wait_for_a_folder_without_end(tmp_path):
+    with locked_folder(tmp_path), locked_folder(tmp_path, timeout_s=0.05):
+        pass
+    with locked_folder(tmp_path):
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
 
 
 def test_a_lock_is_taken_although_others_look_whether_it_is(tmp_path):
