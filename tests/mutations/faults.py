@@ -170,9 +170,30 @@ FAULTS = (
     Fault(
         "rows share a prefix whatever experts were recorded",
         "train/batch_plan.py",
-        "if all(row.routed_experts is None for row in rows):",
-        "if True:",
+        "if all(row.routed_experts is None and not row.images for row in rows):",
+        "if all(not row.images for row in rows):",
         "train/test_router_replay.py::test_rows_share_a_prefix_only_where_the_same_experts_were_recorded",
+    ),
+    Fault(
+        "rows share a prefix whatever their images are",
+        "train/batch_plan.py",
+        "        hashes[placed.at : placed.at + placed.tokens] += np.uint64(int(placed.image.sha256[:16], 16))\n",
+        "        pass\n",
+        "train/test_vision_training.py::test_rows_share_a_prefix_only_where_their_images_are_equal",
+    ),
+    Fault(
+        "the text after an image goes on after its shorter side",
+        "train/megatron/image_layout.py",
+        "position += max(height, width)",
+        "position += min(height, width)",
+        "train/test_vision_training.py::test_positions_are_those_of_transformers",
+    ),
+    Fault(
+        "a changed image file is trained on",
+        "core/message_images.py",
+        "same = _of_bytes(png).sha256 == self.sha256",
+        "same = True",
+        "train/test_vision_training.py::test_a_changed_file_and_a_missing_one_are_refused_where_rows_are_made",
     ),
     Fault(
         "a masked sample counts in the denominator",
