@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from agentrl.check.findings import Findings, Report
+from agentrl.check.findings import Findings, Report, Severity
 from agentrl.check.instrumented_env import TIMEOUT_S, instrument
 from agentrl.check.scripted_policies import Policy, make_tiny_renderer
 from agentrl.core.timeout_pool import TimeoutPool
@@ -155,7 +155,7 @@ async def _own_tasks(env_class: type[Env], args: Mapping[str, Any], findings: Fi
         try:
             items = await pool.call(_first_tasks, env_class, split, args, timeout_s=_SETUP_TIMEOUT_S)
         except ConfigError as e:
-            do = "nothing, if it is used with --prompt-data; this check used generated tasks"
+            do = "give --prompt-data to check it with your tasks; this check used generated ones"
             findings.note("tasks", str(e), do)
             break
         except Exception as e:  # noqa: BLE001  user code: whatever it raises is a finding
@@ -314,6 +314,9 @@ def _check_trajectories(trajectories: Sequence[Trajectory], findings: Findings) 
                 do = "nothing, if the message helps the policy; otherwise handle the exception in the tool"
                 findings.warning(f"tool {result.name}", what, do)
     scores = [t.score for t in trajectories if t.status is not Status.FAILED]
+    if trajectories and not scores and not any(f.severity is Severity.ERROR for f in findings.sorted()):
+        what = f"all {len(trajectories)} episodes failed, so that no reward and no end was checked"
+        findings.error("episodes", what, "remove the causes that are listed here, then check again")
     if len(scores) > 1 and math.isclose(min(scores), max(scores)):
         what = f"every episode scored {scores[0]:g}, whatever the actions"
         do = "check that some action is rewarded: a group of equal scores has no gradient"

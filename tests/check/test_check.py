@@ -215,6 +215,12 @@ async def test_a_violation_of_the_contract_is_an_error(kind):
     assert str(report).splitlines()[-1].startswith("not ok: ")
 
 
+def _down_on_errors(self, action):
+    if action.errors:
+        raise InfraError("index down")
+    return GoodSync.step(self, action)
+
+
 WARNED = {
     "state is no JSON": ({"state": lambda self: {"x": object()}}, "state", "is not JSON"),
     "info is no JSON": (step_of(lambda s, a: StepResult("x", info={"x": object()}, terminated=a.answer is not None)), "step", "info is not JSON"),
@@ -222,7 +228,7 @@ WARNED = {
     "an id twice": ({"tasks": classmethod(lambda cls, split: TASKS)}, "tasks", "ids occur twice"),
     "no labels": ({"tasks": classmethod(lambda cls, split: [Task(split, "q")])}, "tasks", "no task has a label"),
     "equal scores": ({"rewards": (Reward(lambda t: 0.0, "z"),), "step": lambda self, a: StepResult("x")}, "rewards", "every episode scored 0"),
-    "infrastructure": (step_of(lambda s, a: (_ for _ in ()).throw(InfraError("index down"))), "step", "InfraError: index down"),
+    "infrastructure": ({"step": _down_on_errors}, "step", "InfraError: index down"),
     "tool without docstring": ({"silent": tool(name="silent")(lambda self: "x")}, "tool silent", "no description"),
     "tool that raises": ({"odd": tool(name="odd")(lambda self: {}["x"])}, "tool odd", "failed on arguments that fit"),
 }  # fmt: skip
@@ -234,6 +240,25 @@ async def test_a_likely_mistake_is_a_warning(kind):
     report = await check(broken(**body))
     assert reports(report, where, text, Severity.WARNING), str(report)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "a tool"])
+async def test_a_check_whose_episodes_all_failed_is_never_ok(where):
+    def down(self, *args, **kwargs):
+        raise InfraError("index down")
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        raise InfraError("index down")
+
+    if where == "a tool":
+        report = await check(type("Broken", (GoodSync,), {"look": look, "step": down}))
+    else:
+        report = await check(broken(**{where: down}))
+    assert report.scores == []
+    assert reports(report, "episodes", "all 20 episodes failed"), str(report)
+    assert not report.ok
 
 
 async def test_close_called_by_the_environment_itself():

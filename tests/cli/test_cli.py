@@ -97,6 +97,25 @@ def test_check_gives_advice_about_two_tools_of_one_name(here, capsys):
     assert "give each tool a unique name" in out
 
 
+def test_check_plays_the_tasks_of_a_data_file(here, capsys):
+    (here / "plain.py").write_text(
+        "from agentrl import ToolEnv, reward\n"
+        "@reward\n"
+        "def right(trajectory): return float(trajectory.answer == trajectory.label)\n"
+        "class Plain(ToolEnv):\n"
+        "    rewards = [right]\n"
+    )
+    (here / "data.jsonl").write_text('{"q": "one?", "a": "1"}\n{"q": "two?", "a": "2"}\n')
+    words = ["check", "--env", "plain.py", "--prompt-data", "data.jsonl"]
+    assert main([*words, "--input-key", "q", "--label-key", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "scores 0 to 1" in out, "one policy writes the label of the file"
+    assert "generated" not in out
+    err = refused(capsys, *words)
+    assert "data.jsonl, line 1: no column 'prompt'" in err
+    assert "give it, or leave --label-key out" in refused(capsys, "check", "--env", "plain.py", "--label-key", "a")
+
+
 def test_unknown_env_argument_suggests(here, model, capsys):
     err = refused(capsys, "train", *EXAMPLE, "--model", str(model), "--env-arg", "retrever=bm25")
     assert "takes no argument 'retrever'; did you mean 'retriever'" in err
