@@ -8,7 +8,7 @@ arXiv:2212.05055): 8 experts of half the width, 2 for each token. Two experts th
 feed-forward channels, other halves in each of the 4 pairs, and routers that mostly choose a pair, so that little is lost; `agentrl sft` on
 scripted episodes (examples/search_r1/warmup.py) makes the experts differ. GRPO starts from there, with --use-rollout-routing-replay and without;
 a few rollouts in bfloat16, which takes long on a CPU, show the differences there. All runs go on at the same time. Writes
-benchmarks/results/moe_learning.{json,png}: reward by rollout, exact match on 200 held-out questions, and the differences between the log-probs of
+benchmarks/results/moe_learning_cpu.{json,png}: reward by rollout, exact match on 200 held-out questions, and the differences between the log-probs of
 engine and trainer (mean and largest). The exit status is 1 if the run with replay does not gain 0.05 in exact match.
 """
 
@@ -165,9 +165,10 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
         score.plot([p["rollouts"] for p in run["evaluations"]], [p["score"] for p in run["evaluations"]], marker="o")
         line = mismatch.plot(run["mismatch_mean"])[0]
         mismatch.plot(run["mismatch_max"], linestyle=":", color=line.get_color())
+    mismatch.set_ylabel("mean, largest (dotted)")
     reward.set_title("mean reward of a rollout")
     score.set_title("exact match, 200 held-out questions")
-    mismatch.set_title("|engine − trainer| of log-probs: mean, largest (dotted)")
+    mismatch.set_title("engine and trainer: difference of log-probs")
     mismatch.set_yscale("log")
     for axes in (reward, score, mismatch):
         axes.set_xlabel("rollouts")
@@ -218,8 +219,8 @@ def main() -> int:
         runs = list(pool.map(lambda name: train(name, model, folder, args), args.only))
     record = result(runs, args)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "moe_learning.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(args.out / "moe_learning.png", runs)
+    (args.out / "moe_learning_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(args.out / "moe_learning_cpu.png", runs)
     for run in runs:
         scores = [round(point["score"], 3) for point in run["evaluations"]]
         print(

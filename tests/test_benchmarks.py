@@ -85,12 +85,12 @@ def test_a_mixture_of_experts_is_trained_with_and_without_replay_and_the_record_
     words += ["float32, replay", "float32", "--out", str(tmp_path), "--keep", str(tmp_path / "runs")]
     command = [sys.executable, "benchmarks/moe_learning.py", *words, "--", *small.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert (tmp_path / "moe_learning.json").exists(), done.stderr[-2000:]
-    record = json.loads((tmp_path / "moe_learning.json").read_text())
+    assert (tmp_path / "moe_learning_cpu.json").exists(), done.stderr[-2000:]
+    record = json.loads((tmp_path / "moe_learning_cpu.json").read_text())
     assert done.returncode == int(record["value"] < record["baseline"]), done.stderr[-2000:]
     assert [run["name"] for run in record["runs"]] == ["float32, replay", "float32"]
     assert all(0 < run["largest_mismatch"] < 1e-3 and len(run["evaluations"]) == 2 for run in record["runs"])
-    assert (tmp_path / "moe_learning.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "moe_learning_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full

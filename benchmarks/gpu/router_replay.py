@@ -1,9 +1,10 @@
 """Log-probs of engine and trainer for a mixture of experts with and without router replay, through a genuine SGLang server on the same GPU.
 
-    python benchmarks/gpu/router_replay.py --out DIR [--engine-pythonpath DIR] [--cases random search_r1] [--episodes 64]
+    python benchmarks/gpu/router_replay.py --out DIR [--engine-pythonpath DIR] [--cases random] [--episodes 64]
 
 `random` is a Qwen3-MoE of 16 layers, 64 experts, 8 of them for each token, with random weights and random prompts. `search_r1` is the embedded policy
-as a mixture of 8 experts (benchmarks/moe_learning.py), or the folder --model, with questions of search_r1. Episodes have two turns with an
+as a mixture of 8 experts (benchmarks/moe_learning.py), or the folder --model, with questions of search_r1; SGLang 0.5.17 on a GPU does not start with
+its heads of 32 channels. Episodes have two turns with an
 observation of random tokens between them; both sides compute in bf16. The same rows are scored by the trainer four times: with the recorded experts,
 without, with those of the token before, and in float32 with the recorded experts (`--skip-float32` leaves that out). OUT/router_replay.json has a
 record {metric, value, baseline, card, formula, commit, command, date} for each case, written after each. A server that ends, or takes longer than
@@ -201,7 +202,7 @@ def main() -> int:
     """Measure every case; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="default: random; with --tiny all")
     parser.add_argument("--model", type=Path, help="model folder of the case search_r1")
     parser.add_argument("--engine-python", default=sys.executable, help="the interpreter that has SGLang")
     parser.add_argument("--engine-pythonpath", help="folder with SGLang, for the server's process alone")
@@ -215,7 +216,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     records: list[dict[str, Any]] = []
-    for case in args.cases:
+    for case in args.cases or (CASES if args.tiny else CASES[:1]):
         try:
             records.append(measure(case, args))
             print(case, json.dumps(records[-1]["all"]), flush=True)
