@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import json
+import os
 import pydoc
 import subprocess
 import sys
@@ -321,6 +322,30 @@ def test_a_notebook_trains_resumes_and_gets_the_weights_of_one_whole_run(tmp_pat
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     resumed = [json.loads(line) for line in (part / "metrics.jsonl").read_text().splitlines()]
     assert [r for r in rows if "train/loss" in r] == [r for r in resumed if "train/loss" in r]
+
+
+@pytest.mark.full
+def test_a_genuine_notebook_kernel_plays_and_trains_in_its_running_loop(tmp_path):
+    pytest.importorskip("ipykernel", reason="needs ipykernel: pip install 'agentrl[notebook]'")
+    from jupyter_client.manager import start_new_kernel
+
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    manager, client = start_new_kernel(kernel_name="python3", startup_timeout=120, cwd=str(tmp_path), env=env)
+    train = "await run_training(Settings(**small, num_rollout=1, run='trained'), echo=lambda line: None)"
+    try:
+        replies = [
+            client.execute_interactive(textwrap.dedent(cell), timeout=300, output_hook=lambda message: None)["content"]
+            for cell in (*CELLS, train, "await run_rollouts(Settings(**small, lr=-1.0))")
+        ]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert [reply["status"] for reply in replies] == ["ok", "ok", "ok", "error"], replies
+    assert "--lr must be at least 0, found -1.0" in replies[-1]["evalue"]
+    for run in ("played", "trained"):
+        assert len(list(read_episodes(tmp_path / run / "episodes"))) == 4
+        assert read_toml(tmp_path / run / "config.toml")["env"] == "python-object:Guess"
+    assert list((tmp_path / "trained/hf").glob("*.safetensors"))
 
 
 async def test_a_cancelled_run_closes_and_can_be_resumed(model, says, tmp_path):
