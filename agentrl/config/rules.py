@@ -295,7 +295,7 @@ def _check_engine(config: Config) -> None:
             _check_ray(config)
         elif engine.rollout_min_num_gpus is not None:
             raise ConfigError(
-                "--rollout-min-num-gpus is for engines that join later, on a ray cluster; give --ray-address, or leave it out"
+                "--rollout-min-num-gpus needs --ray-address: it is for engines that join later, on a ray cluster; give it, or leave this out"
             )
         return
     given = _server_flags(config)

@@ -273,7 +273,7 @@ def test_what_does_not_reach_servers_on_other_machines_is_refused(more, error):
 
 
 def test_engines_that_join_later_need_a_cluster():
-    with pytest.raises(ConfigError, match="--rollout-min-num-gpus is for engines that join later, on a ray cluster"):
+    with pytest.raises(ConfigError, match="--rollout-min-num-gpus needs --ray-address"):
         build_config({"engine": "sglang", "rollout_num_gpus": 2, "rollout_min_num_gpus": 1})
 
 
