@@ -146,11 +146,18 @@ def not_a_flag(name: str, known: Iterable[str]) -> ConfigError:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a word as TOML reads it, also True and False; other words are text."""
+    """The value of a word as TOML reads it, also True and False; other words are text.
+
+    Raises:
+        ConfigError: it is an integer of thousands of digits, or is nested too deep.
+    """
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return {"True": True, "False": False}.get(text, text)
+    except (ValueError, RecursionError) as e:
+        what = "is nested too deep" if isinstance(e, RecursionError) else "is an integer of too many digits"
+        raise ConfigError(f"the value {text:.40}… {what}; write text in quotes: '\"…\"'") from e
 
 
 def _take_values(words: list[str], at_most: int | None = None) -> list[str]:

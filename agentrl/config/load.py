@@ -111,20 +111,20 @@ def value_problems(layer: Layer) -> list[str]:
             for error in reversed(e.errors()):
                 problems[cls, error["loc"][0]] = _sentence(cls, error)
     odd = [
-        f"--{name.replace('_', '-')} must be Unicode text, found {value!a:.60}"
+        f"--{name.replace('_', '-')} must be Unicode text without NUL, found {value!a:.60}"
         for name, value in layer.items()
-        if not _is_unicode(value)
+        if not _is_text(value)
     ]
     return [*problems.values(), *odd]
 
 
-def _is_unicode(value: Any) -> bool:
-    """False if a text in it, such as an argument in another encoding, cannot be written as UTF-8, as config.toml is."""
+def _is_text(value: Any) -> bool:
+    """False if a text in it cannot be written as UTF-8, as config.toml is (an argument in another encoding), or has a NUL, which no path may have."""
     if isinstance(value, Mapping):
-        return all(map(_is_unicode, (*value.keys(), *value.values())))
+        return all(map(_is_text, (*value.keys(), *value.values())))
     if isinstance(value, (list, tuple)):
-        return all(map(_is_unicode, value))
-    return not isinstance(value, str) or not any("\ud800" <= c <= "\udfff" for c in value)
+        return all(map(_is_text, value))
+    return not isinstance(value, str) or not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
 
 
 def _values(cls: type, layer: Layer) -> Layer:

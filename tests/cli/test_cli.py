@@ -97,6 +97,53 @@ def test_check_gives_advice_about_two_tools_of_one_name(here, capsys):
     assert "give each tool a unique name" in out
 
 
+LONG, DEEP, HUGE = "x" * 5000, "[" * 3000, "9" * 6000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--env", LONG], "unknown env"),
+        (["train", *EXAMPLE, "--run", LONG], "ame too long"),
+        (["rollout", *EXAMPLE, "--prompt-data", LONG], "ame too long"),
+        (["check", "--env", LONG], "unknown env"),
+        (["check", *EXAMPLE, "--prompt-data", LONG], "ame too long"),
+        (["eval", *EXAMPLE, "--model", LONG], "ame too long"),
+        (["view", LONG], "ame too long"),
+        (["help", LONG], "unknown flag"),
+        (["check", *EXAMPLE, "--env-arg", f"corpus={DEEP}"], "is nested too deep"),
+        (["check", *EXAMPLE, "--env-arg", f"corpus={HUGE}"], "is an integer of too many digits"),
+        (["rollout", *EXAMPLE, "--num-rollout", HUGE], "--num-rollout must be an integer"),
+        (["rollout", *EXAMPLE, "--run", "a\0b"], "--run must be Unicode text without NUL"),
+        (["rollout", *EXAMPLE, "--prompt-data", "a\0b"], "--prompt-data must be Unicode text without NUL"),
+        (["rollout", *EXAMPLE, "--env-arg", "corpus=a\0b"], "without NUL"),
+    ],
+    ids=lambda value: f"{value[0]} {value[-1]:.16}" if isinstance(value, list) else "",
+)
+def test_long_names_nul_bytes_huge_integers_and_deep_nesting_are_one_sentence(here, capsys, words, message):
+    err = refused(capsys, *words)
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"[data]\nprompt_data = {DEEP}\n", "nested too deep"),
+        (f"[rollout]\nnum_rollout = {HUGE}\n", "limit (4300 digits)"),
+        ('[run]\nrun = "a\\u0000b"\n', "--run must be Unicode text without NUL"),
+        (f'[env]\nenv = "{LONG}"\n', "unknown env"),
+    ],
+    ids=["deep", "huge", "nul", "long"],
+)
+def test_the_same_in_a_settings_file_is_one_sentence(here, capsys, text, message):
+    (here / "settings.toml").write_text(text)
+    err = refused(capsys, "rollout", "--config", "settings.toml", *(() if "[env]" in text else EXAMPLE))
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_check_plays_the_tasks_of_a_data_file(here, capsys):
     (here / "plain.py").write_text(
         "from agentrl import ToolEnv, reward\n"
