@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import FIELDS
+from agentrl.config.describe import flag_names
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,15 @@ def why_without_effect(name: str, values: Sequence[str]) -> str | None:
     return table.get(name) or table.get(f"{name}={' '.join(values)}")
 
 
+@functools.cache
+def _own_flags() -> frozenset[str]:
+    """The flags of the settings, which differ from their names for tables and aliases."""
+    return frozenset(flag for name in FIELDS for flag in flag_names(name))
+
+
 def advice(name: str) -> str | None:
     """What to do instead of a flag that is not accepted, named without dashes before it; None: the flag is not in the tables."""
-    if name.replace("-", "_") in FIELDS:
+    if name.replace("-", "_") in FIELDS or f"--{name}" in _own_flags():
         return None
     tables = flag_tables()
     if name in tables.same or name in tables.words or name in tables.environment:
