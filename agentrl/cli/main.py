@@ -18,6 +18,7 @@ from agentrl.cli.foreign_flags import own_names, split_unknown
 from agentrl.config import FIELDS
 from agentrl.core.machine_errors import ADVICE, machine_error
 from agentrl.core.redaction import remember_environment
+from agentrl.core.terminal_text import with_short_words
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
 from agentrl.run.run_log import warnings_on_stderr
 
@@ -58,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings_on_stderr():
             status: int = _ungrouped(args.run_command, args, rest)
     except (UsageError, StoreError) as e:
-        print_now(f"{name}: {e}", sys.stderr)
+        print_now(f"{name}: {with_short_words(e)}", sys.stderr)
         return 2
     except AgentRLError as e:
-        print_now(f"{name}: {type(e).__name__}: {e}", sys.stderr)
+        print_now(f"{name}: {type(e).__name__}: {with_short_words(e)}", sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -111,6 +111,11 @@ LONG, DEEP, HUGE = "x" * 5000, "[" * 3000, "9" * 6000
         (["eval", *EXAMPLE, "--model", LONG], "ame too long"),
         (["view", LONG], "ame too long"),
         (["help", LONG], "unknown flag"),
+        (["train", *EXAMPLE, f"--{LONG}", "1"], "unknown flag"),
+        ([LONG], "unknown command"),
+        (["check", "--env", f"./{LONG}.py"], "…xxx"),
+        (["check", *EXAMPLE, "--env-arg", f"{LONG}=1"], "takes no argument"),
+        (["train", *EXAMPLE, "--lr", LONG], "--lr must be a number"),
         (["check", *EXAMPLE, "--env-arg", f"corpus={DEEP}"], "is nested too deep"),
         (["check", *EXAMPLE, "--env-arg", f"corpus={HUGE}"], "is an integer of too many digits"),
         (["rollout", *EXAMPLE, "--num-rollout", HUGE], "--num-rollout must be an integer"),
@@ -124,6 +129,7 @@ def test_long_names_nul_bytes_huge_integers_and_deep_nesting_are_one_sentence(he
     err = refused(capsys, *words)
     assert message in err
     assert err.count("\n") == 1
+    assert len(err) < 1000, "long names are cut"
     assert not (here / "runs").exists()
 
 
@@ -142,6 +148,7 @@ def test_the_same_in_a_settings_file_is_one_sentence(here, capsys, text, message
     err = refused(capsys, "rollout", "--config", "settings.toml", *(() if "[env]" in text else EXAMPLE))
     assert message in err
     assert err.count("\n") == 1
+    assert len(err) < 1000, "long names are cut"
 
 
 def test_check_plays_the_tasks_of_a_data_file(here, capsys):

@@ -10,7 +10,7 @@ import pytest
 from agentrl.cli.common import print_now
 from agentrl.cli.main import main
 from agentrl.core.terminal_text import printable
-from agentrl.errors import EngineFailure
+from agentrl.errors import EngineFailure, UsageError
 from agentrl.run.run_log import warnings_on_stderr
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rgone\x00 \u202eabc \ud800"
@@ -64,6 +64,13 @@ def test_an_error_of_the_machine_in_several_tasks_is_one_sentence(capsys, monkey
 def test_a_path_that_is_too_long_is_bad_input(capsys):
     assert main(["replay", "x" * 5000]) == 2
     assert capsys.readouterr().err.startswith("agentrl replay: File name too long: 'xxx")
+
+
+def test_long_words_of_an_error_are_cut_after_credentials_are_masked(capsys, monkeypatch):
+    raising(UsageError(f"no file {'a' * 399}; {'b' * 399} https://me:{'p' * 500}@host/{'c' * 60}"), monkeypatch)
+    assert main(["help", "lr"]) == 2
+    err = capsys.readouterr().err
+    assert err == f"agentrl help: no file {'a' * 120}…{'a' * 39}; {'b' * 399} https://***@host/{'c' * 60}\n"
 
 
 @pytest.mark.slow
