@@ -147,7 +147,7 @@ class Components:
                 self.tasks.prompts.tools = [tool.schema for tool in instance.tools.values()]
                 if instance.env is not None:
                     await self.players.check(tuple(instance.env.roles))
-                    check_role_adapters(self.adapters, tuple(instance.env.roles), self.players.training, self.label)
+                    check_role_adapters(self.adapters, tuple(instance.env.roles), self.players, self.label)
                     if instance.env.roles and self.config.rollout.branch_at:
                         raise ConfigError(several_roles(self.label))
                 check_tools(self.env_class, self.renderer, list(instance.tools), str(self.folder))

@@ -11,7 +11,7 @@ from agentrl.config import Config
 from agentrl.config.mixture import EnvShare
 from agentrl.engine.sglang.launch_spec import AdapterForm
 from agentrl.errors import ConfigError, DataError, StoreError, suggest
-from agentrl.run.players import INITIAL
+from agentrl.run.players import INITIAL, Players
 from agentrl.types import Group
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ def adapters_of_envs(adapters: Mapping[str, str], shares: Sequence[EnvShare], la
     return {label: adapters[name] for name, label in zip(names, labels, strict=True)}
 
 
-def check_role_adapters(
-    adapters: Mapping[str, str], roles: Sequence[str], players: Mapping[str, object], label: str
-) -> None:
-    """Refuse adapters of roles that the policy does not play, and roles of the policy without one.
+def check_role_adapters(adapters: Mapping[str, str], roles: Sequence[str], players: Players, label: str) -> None:
+    """Refuse adapters of roles that the policy does not play in training, and roles that it plays there or in evaluations without one.
 
     Args:
         adapters: by role; with the key '' those of all roles.
@@ -87,7 +85,7 @@ def check_role_adapters(
     """
     if not adapters or "" in adapters:
         return
-    own = [role for role in roles if role not in players]
+    own = [role for role in roles if role not in players.training]
     for role in adapters:
         if role not in own:
             played = f"the policy plays {', '.join(own)}" if own else "it has no roles, and is the only environment"
@@ -96,13 +94,18 @@ def check_role_adapters(
         raise ConfigError(
             f"--lora-adapter names no adapter for the role {missing[0]} of {label}; give {missing[0]}=NAME"
         )
+    if missing := [role for role in roles if role not in adapters and role not in players.evaluation]:
+        raise ConfigError(
+            f"--eval-player {missing[0]}=policy: no adapter is trained for this role of {label}, which another player has in training; let it "
+            "have one in evaluations too"
+        )
 
 
 def groups_by_adapter(groups: Sequence[Group], adapters: Mapping[str, str]) -> dict[str, list[Group]]:
     """What each adapter is trained on: the groups of its environments, or of every group the sides of its roles.
 
     Args:
-        groups: of a rollout.
+        groups: of a rollout. An episode whose time was over before its environment was there has no roles, and nothing to train on.
         adapters: by environment or by role.
 
     Raises:
@@ -114,7 +117,8 @@ def groups_by_adapter(groups: Sequence[Group], adapters: Mapping[str, str]) -> d
         if first.env in adapters:
             parts[adapters[first.env]].append(group)
             continue
-        if unknown := [r for t in group.trajectories for r in t.roles or (t.env,) if r not in adapters]:
+        owners = [role for t in group.trajectories if t.played for role in t.roles or (t.env,)]
+        if unknown := [owner for owner in owners if owner not in adapters]:
             raise DataError(
                 f"episode {first.episode_id}: {unknown[0]} has no adapter; --lora-adapter names those of {', '.join(adapters)}"
             )

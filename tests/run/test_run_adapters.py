@@ -1,9 +1,12 @@
 """Several adapters in a run: which episodes train which, and what is refused before anything starts."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from doubles import EMBEDDED
+from doubles import EMBEDDED, play
 from joint_roles import Pair
 
 from agentrl import Task
@@ -13,6 +16,7 @@ from agentrl.engine.base import SamplingParams
 from agentrl.engine.local.adapter_engines import AdapterEngines
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import ConfigError, DataError, EngineFailure, StoreError, UsageError
+from agentrl.render import Tokenizer, make_renderer
 from agentrl.run.components import Components
 from agentrl.run.estimator_checks import require_estimator
 from agentrl.run.sft import sft
@@ -48,6 +52,21 @@ def test_an_adapter_is_trained_on_its_environments_or_on_the_sides_of_its_roles(
         groups_by_adapter([group(0, "other", ())], {"a": "red"})
 
 
+async def test_an_episode_whose_time_was_over_before_its_environment_was_there_trains_no_adapter():
+    class Late(Pair):
+        def __init__(self):
+            time.sleep(0.2)
+
+    renderer = make_renderer(Tokenizer.load(EMBEDDED), "hermes")
+    late = await play(Late, [], renderer, episode_timeout_s=0.05)
+    assert (late.stop_reason, late.roles) == (StopReason.EPISODE_TIMEOUT, ())
+    played = group(0)
+    mixed = replace(played, trajectories=(late, *played.trajectories))
+    parts = groups_by_adapter([mixed], TEAMS)
+    assert {name: [len(g.trajectories) for g in part] for name, part in parts.items()} == {"red": [2], "blue": [2]}
+    assert groups_by_adapter([replace(played, trajectories=(late,))], TEAMS) == {"red": [], "blue": []}
+
+
 def test_every_environment_names_its_adapter():
     config = build_config({})
     shares = [EnvShare(name=f"{n}.py", share=0.5, config=config, concurrency=None) for n in "ab"]
@@ -68,16 +87,22 @@ def test_every_environment_names_its_adapter():
     ],
 )
 def test_every_role_of_the_policy_names_its_adapter(adapters, roles, players, message):
+    same = SimpleNamespace(training=players, evaluation=players)
     with pytest.raises(ConfigError, match=message):
-        check_role_adapters(adapters, roles, players, "Pair")
-    check_role_adapters({"": "red"}, roles, players, "Pair")
-    check_role_adapters({}, roles, players, "Pair")
+        check_role_adapters(adapters, roles, same, "Pair")
+    check_role_adapters({"": "red"}, roles, same, "Pair")
+    check_role_adapters({}, roles, same, "Pair")
 
 
 async def test_roles_are_checked_before_a_run():
     settings = {"env": PAIR, "hf_checkpoint": str(EMBEDDED), "lora_rank": 4, "lora_adapters": {"first": "red"}}
     components = Components(build_config(settings))
     with pytest.raises(ConfigError, match="names no adapter for the role second of Pair"):
+        await components.require_env()
+    components.close()
+    settings |= {"players": {"second": f"{PAIR}:echo"}, "eval_players": {"second": "policy"}}
+    components = Components(build_config(settings))
+    with pytest.raises(ConfigError, match=r"--eval-player second=policy: no adapter is trained for this role of Pair"):
         await components.require_env()
     components.close()
 
