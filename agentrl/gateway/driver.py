@@ -29,7 +29,7 @@ def make_driver(config: Config, env_class: type[Env], mixed: Sequence[type[Env]]
         mixed: those of a run with several.
 
     Raises:
-        ConfigError: the gateway's flags have no effect, or the environment cannot be mixed or isolated.
+        ConfigError: the gateway's flags or a context policy have no effect, or the environment cannot be mixed or isolated.
     """
     g = config.gateway
     if agents := [env.label() for env in mixed if issubclass(env, AgentEnv)]:
@@ -45,6 +45,10 @@ def make_driver(config: Config, env_class: type[Env], mixed: Sequence[type[Env]]
     if "process" in (config.env.env_isolation, env_class.isolation):
         raise ConfigError(
             f"{env_class.label()} is an AgentEnv and cannot be isolated in a process; give its agent as a `command`, which is one"
+        )
+    if config.env.context_policy is not None or env_class.context_policy is not None:
+        raise ConfigError(
+            f"{env_class.label()} is an AgentEnv, whose agent decides itself what leaves its conversation; leave out the context policy"
         )
     return GatewayDriver(env_class, host=g.gateway_host, port=g.gateway_port, url=g.gateway_url)
 

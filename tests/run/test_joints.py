@@ -821,6 +821,11 @@ async def test_an_agents_environment_cannot_be_isolated(play):
     assert "cannot be isolated" in str(seen.error)
 
 
+async def test_an_agents_environment_has_no_context_policy(play):
+    seen = await play({"env": str(ENV.with_name("joint_agent.py")), "context_policy": "summarise"})
+    assert "leave out the context policy" in str(seen.error)
+
+
 @pytest.mark.parametrize("job", ["train", "sft"])
 async def test_a_step_that_is_not_finite_stops_the_run_or_is_left_out(play, monkeypatch, job):
     step = NotingTrainer.step
