@@ -60,10 +60,12 @@ class ContextView:
 
 
 Rewrite = Sequence[Message] | SummaryRequest | None
+Checked = list[Message] | SummaryRequest | None
+"""a `Rewrite` after `check_rewrite`: None if the conversation is unchanged"""
 ContextPolicy = Callable[[ContextView], Rewrite | Awaitable[Rewrite]]
 
 
-def check_rewrite(messages: Any, view: ContextView) -> list[Message] | SummaryRequest | None:
+def check_rewrite(messages: Any, view: ContextView) -> Checked:
     """The new conversation or the request that a policy returned, or None if the conversation is unchanged.
 
     A summary is not asked for if no turn may follow it.

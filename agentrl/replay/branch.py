@@ -12,16 +12,15 @@ from dataclasses import replace
 
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.seeds import derive_seed
-from agentrl.core.summary_request import SummaryRequest
 from agentrl.engine.base import Generation, SamplingParams
-from agentrl.render.context_policy import ContextPolicy, ContextView
+from agentrl.render.context_policy import Checked, ContextPolicy, ContextView
 from agentrl.replay.compare import compare
 from agentrl.replay.fork import ForkGenerator
 from agentrl.replay.playback import PlaybackGenerator, PlaybackTools, is_stateful, with_playback
 from agentrl.rollout.branching import LEFT_RECORD, BranchSpec
 from agentrl.rollout.episode import EpisodeRunner, RewriteContext
 from agentrl.tool import ToolSpec
-from agentrl.types import Action, EpisodeSpec, Message, Status, StopReason, Trajectory
+from agentrl.types import Action, EpisodeSpec, Status, StopReason, Trajectory
 
 
 class BranchGenerator(ForkGenerator):
@@ -37,9 +36,7 @@ class BranchGenerator(ForkGenerator):
                 raise self.leave("context", self.turn, ids)
         return await super().generate(ids, sampling, session=session, images=images)
 
-    async def rewrite_context(
-        self, call: RewriteContext, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | SummaryRequest | None:
+    async def rewrite_context(self, call: RewriteContext, policy: ContextPolicy, view: ContextView) -> Checked:
         """As in a replay up to the context of the branching turn, the result of the policy from there on."""
         if self.turn > self.fork_turn:
             return await call(policy, view)

@@ -14,11 +14,10 @@ from typing import Any
 from agentrl.core.message_images import PlacedImage
 from agentrl.core.seeds import derive_seed
 from agentrl.core.sequences import first_difference
-from agentrl.core.summary_request import SummaryRequest
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.env import Env
 from agentrl.errors import ConfigError, StoreError
-from agentrl.render.context_policy import ContextPolicy, ContextView
+from agentrl.render.context_policy import Checked, ContextPolicy, ContextView
 from agentrl.render.renderer import strip_control
 from agentrl.replay.playback import PlaybackGenerator, PlaybackTools, is_stateful, with_playback
 from agentrl.replay.replayer import spec_of
@@ -83,9 +82,7 @@ class ForkGenerator(PlaybackGenerator):
         """Release the live engine's session."""
         await self.live.release(session)
 
-    async def rewrite_context(
-        self, call: RewriteContext, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | SummaryRequest | None:
+    async def rewrite_context(self, call: RewriteContext, policy: ContextPolicy, view: ContextView) -> Checked:
         """As in a replay before the fork, the result of today's policy from there on."""
         if self.turn >= self.fork_turn:
             return await call(policy, view)

@@ -15,7 +15,7 @@ from agentrl.core.summary_request import SummaryRequest
 from agentrl.core.timeout_pool import is_async
 from agentrl.engine.base import Generation, Generator, SamplingParams
 from agentrl.errors import EngineAbort, EngineFailure, ToolFailure
-from agentrl.render.context_policy import ContextPolicy, ContextView
+from agentrl.render.context_policy import Checked, ContextPolicy, ContextView
 from agentrl.rollout.episode import EpisodeRunner, RewriteContext
 from agentrl.rollout.recorder import GENERATED
 from agentrl.rollout.seat import Player
@@ -90,9 +90,7 @@ class PlaybackGenerator:
     async def release(self, session: str) -> None:
         """Do nothing: a recorded episode holds no cache."""
 
-    async def rewrite_context(
-        self, call: RewriteContext, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | SummaryRequest | None:
+    async def rewrite_context(self, call: RewriteContext, policy: ContextPolicy, view: ContextView) -> Checked:
         """The result of today's policy; of an async one, which may call a model, the recorded result."""
         following = self.recorded.turns[self.turn] if self.turn < len(self.recorded.turns) else None
         asked = None if following is None else following.summary

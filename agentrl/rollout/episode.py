@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from agentrl.core.cancellation import complete_before_cancel
 from agentrl.core.message_images import PlacedImage, load_images
 from agentrl.core.seeds import derive_seed
-from agentrl.core.summary_request import SummaryRequest
 from agentrl.engine.base import Generation, Generator, SamplingParams, check_generation, check_routed_experts
 from agentrl.env import Env, check_flag, check_reward, takes_group_seed
 from agentrl.errors import (
@@ -34,7 +33,7 @@ from agentrl.errors import (
     boundary,
     shown,
 )
-from agentrl.render.context_policy import ContextPolicy, ContextView, check_rewrite
+from agentrl.render.context_policy import Checked, ContextPolicy, ContextView, check_rewrite
 from agentrl.render.renderer import Renderer
 from agentrl.render.truncation import is_long
 from agentrl.reward import Scorer
@@ -51,7 +50,6 @@ from agentrl.types import (
     Action,
     EpisodeSpec,
     FinishReason,
-    Message,
     Observation,
     ParseError,
     StepResult,
@@ -63,7 +61,7 @@ from agentrl.types import (
 _SPENT = {"generate_s": "generations", "tools_s": "tool calls", "env_s": "steps"}
 
 ExecuteTools = Callable[[Mapping[str, ToolSpec], Action], Awaitable[Action]]
-RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[list[Message] | SummaryRequest | None]]
+RewriteContext = Callable[[ContextPolicy, ContextView], Awaitable[Checked]]
 
 
 class EpisodeDriver(Protocol):
@@ -147,9 +145,7 @@ class EpisodeRunner:
             return trajectory
         return await scored(self.scorer, trajectory)
 
-    async def call_context_policy(
-        self, policy: ContextPolicy, view: ContextView
-    ) -> list[Message] | SummaryRequest | None:
+    async def call_context_policy(self, policy: ContextPolicy, view: ContextView) -> Checked:
         """The conversation that a context policy returns, or its request; None: unchanged."""
         with boundary(EnvFailure, "context policy"):
             returned = await self.pools.env.call(policy, view, timeout_s=self.env_class.timeout_s)
@@ -388,14 +384,12 @@ class Episode:
         Returns:
             A stop reason if no room is left for another token.
         """
-        messages = draft.observation.messages
+        messages, label = draft.observation.messages, self.runner.env_class.label()
         if not messages:
             raise ContractError(
-                f"{self.runner.env_class.label()}.step returned no observation and did not end the episode; "
-                "return an observation or terminated=True"
+                f"{label}.step returned no observation and did not end the episode; return an observation or terminated=True"
             )
         if to := draft.observation.to:
-            label = self.runner.env_class.label()
             self.seat = self.seats[check_role(to, self.seats, f"{label}.step: the observation")]
         if not self.seat.prompt_messages:
             await self.open_prompt(draft.observation, draft.index)
@@ -443,11 +437,10 @@ class Episode:
         """
         s, renderer = self.runner.sampling, self.runner.renderer
         stops, start = (renderer.stop, renderer.stop_token_ids), None if s.routed_experts_from is None else known
-        adapter = self.adapter() if self.runner.adapters else None
-        return SamplingParams(room, s.temperature, s.top_p, s.top_k, *stops, s.ignore_eos, seed, start, adapter)
+        return SamplingParams(room, s.temperature, s.top_p, s.top_k, *stops, s.ignore_eos, seed, start, self.adapter())
 
     def adapter(self) -> str | None:
-        """The adapter that plays the current seat; None: a frozen model plays it."""
+        """The adapter that plays the current seat; None: there is one policy, or a frozen model plays it."""
         adapters = self.runner.adapters
         return None if self.seat.generator is not None else adapters.get(self.seat.role, adapters.get(""))
 

@@ -67,7 +67,9 @@ def plan_servers(
     e = config.engine
     addresses = servers_at([_address(a) for a in e.rollout_external_engine_addrs])
     _check_sync(e, addresses, trains=trains)
-    patience_s = patience_of(config)
+    plan = ServerPlan(
+        model=model, context_length=context_length, router=router, adapters=adapters, patience_s=patience_of(config)
+    )
     ranks = trainer_ranks(config.train.actor_num_gpus_per_node, config.megatron)
     all_ranks = ranks * config.train.actor_num_nodes if trains else 0
     runners = config.rollout.runner_processes if config.rollout.runner_processes > 1 else 0
@@ -78,14 +80,7 @@ def plan_servers(
             )
         if e.ray_address is not None:
             check_resources(e.ray_address, None, ranks=all_ranks, runners=runners)
-        return ServerPlan(
-            model=model,
-            context_length=context_length,
-            addresses=addresses,
-            router=router,
-            adapters=adapters,
-            patience_s=patience_s,
-        )
+        return replace(plan, addresses=addresses)
     installation = find_installation(e.engine_python, [e.engine_pythonpath] if e.engine_pythonpath else [])
     gpu_count = e.rollout_num_gpus or e.rollout_num_gpus_per_engine
     if gpu_count % e.rollout_num_gpus_per_engine:
@@ -108,17 +103,13 @@ def plan_servers(
     at_start = _engines_at_start(e, spec)
     if e.ray_address is not None:
         check_resources(e.ray_address, replace(spec, engines=at_start), ranks=all_ranks, runners=runners)
-    return ServerPlan(
-        model=model,
-        context_length=context_length,
+    return replace(
+        plan,
         installation=installation,
         spec=spec,
         engines_at_start=at_start,
         trains=trains,
         ray_address=e.ray_address,
-        router=router,
-        adapters=adapters,
-        patience_s=patience_s,
     )
 
 
