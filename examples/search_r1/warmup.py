@@ -16,8 +16,6 @@ import asyncio
 import multiprocessing as mp
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from policy import make_model, make_tokenizer
@@ -86,16 +84,14 @@ class Demonstrator:
             self.reply = GIVE_UP
 
 
+DEMONSTRATORS: dict[int, Demonstrator] = {}  # by the index of the episode: tasks are copied, so they cannot hold them
+
+
 class RenamedSearchR1(SearchR1):
     """search_r1 with replaced names of one country."""
 
-    def __init__(self, demonstrators: dict[int, Demonstrator]) -> None:
-        """`demonstrators`: by the index of the episode. Environments get copies of tasks, so tasks cannot hold them."""
-        super().__init__()
-        self.demonstrators = demonstrators
-
     def reset(self, task: Task, *, seed: int) -> str:
-        self.demonstrator = self.demonstrators[task.metadata["index"]]
+        self.demonstrator = DEMONSTRATORS[task.metadata["index"]]
         return self.demonstrator.renamed(str(task.prompt))
 
     @tool
@@ -137,15 +133,13 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
     writer = EpisodeWriter(out)
     for start in range(first, first + count, chunk):
         batch = list(specs(start, min(chunk, first + count - start)))
-        by_session = {spec.episode_id: demonstrator for spec, demonstrator in batch}
-        by_index = {spec.index: demonstrator for spec, demonstrator in batch}
+        DEMONSTRATORS.update((spec.index, demonstrator) for spec, demonstrator in batch)
 
-        def script(request: ScriptedRequest, by_id: dict[str, Demonstrator] = by_session) -> str:
-            return by_id[request.session].write()
+        def script(request: ScriptedRequest) -> str:
+            return DEMONSTRATORS[int(request.session.partition("-")[0])].write()
 
         engine = ScriptedEngine(script, encode=tokenizer.encode, decode=tokenizer.decode, demonstration=True)
-        make_env = partial(RenamedSearchR1, by_index)
-        env = {"make_env": make_env, "env_class": RenamedSearchR1, "pools": ThreadPools(RenamedSearchR1)}
+        env = {"make_env": RenamedSearchR1, "env_class": RenamedSearchR1, "pools": ThreadPools(RenamedSearchR1)}
         limits = Limits(max_turns=4, max_response_tokens=480, context_length=512)
         parts = {"engine": engine, "renderer": renderer, "scorer": Scorer([]), "limits": limits}
         runner = EpisodeRunner(**env, **parts, sampling=SamplingParams(max_new_tokens=1), seed=0)
@@ -156,8 +150,7 @@ async def record(out: Path, model: Path, first: int, count: int, chunk: int = 51
         if table.failures:
             raise SystemExit(str(table))
         for group in groups:
-            trajectory = group.trajectories[0]
-            writer.write(replace(trajectory, task=replace(trajectory.task, metadata={})))
+            writer.write(group.trajectories[0])
     writer.close()
 
 

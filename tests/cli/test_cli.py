@@ -353,7 +353,7 @@ def test_more_trainer_ranks_than_gpus(here, model, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("command", "trains"), [("train", True), ("rollout", False), ("eval", False)])
 def test_servers_are_planned_with_a_trainer_only_for_training(here, model, capsys, monkeypatch, command, trains):
-    def plan(*_, trains, router):
+    def plan(*_, trains, **_others):
         raise ConfigError(f"with a trainer: {trains}")
 
     monkeypatch.setattr("agentrl.engine.sglang.plan.plan_servers", plan)

@@ -85,6 +85,7 @@ class Trainer:
     """Its weights are the sum of what it was given, in order."""
 
     copies, micro_batch_tokens, micro_batch_rows, multiple, tree_packing = 1, 1 << 14, None, 1, False
+    adapters = ()
 
     def __init__(self, crash_after=None):
         self.weights, self.fed, self.crash_after = 0.0, [], crash_after
