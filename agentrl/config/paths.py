@@ -37,7 +37,11 @@ def anchor(config: Config, *, embedded: Container[str] = ()) -> Config:
             custom_rm_path=env.custom_rm_path and _code(env.custom_rm_path),
             rollout_function_path=env.rollout_function_path and _code(env.rollout_function_path),
         ),
-        lora=replace(lora, lora_adapter_path=lora.lora_adapter_path and _path(lora.lora_adapter_path)),
+        lora=replace(
+            lora,
+            lora_adapter_path=lora.lora_adapter_path and _path(lora.lora_adapter_path),
+            lora_adapters={_code(owner): name for owner, name in lora.lora_adapters.items()},
+        ),
         schedule=replace(config.schedule, dynamic_sampling_filter_path=group_filter and _code(group_filter)),
         data=replace(
             data,

@@ -371,6 +371,7 @@ def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
         "hf_checkpoint": "envs", "env": "envs/mine.py:Mine", "reward": ["envs/mine.py:right=0.5", "em", "pkg.mod:fn=2"],
         "prompt_data": "data/q.jsonl@[2:5]", "eval_prompt_data": ["data", "data/q.jsonl", "other", "no/such"],
         "engine": "sglang", "engine_python": "python", "update_weight_disk_dir": "weights", "env_args": {"corpus": "data/q.jsonl"},
+        "lora_rank": 4, "lora_adapters": {"envs/mine.py:Mine": "red", "first": "blue"},
     }  # fmt: skip
     found = anchor(build_config(given))
     assert (found.model.hf_checkpoint, found.env.env) == (f"{tmp_path}/envs", f"{tmp_path}/envs/mine.py:Mine")
@@ -380,6 +381,7 @@ def test_paths_that_exist_are_made_absolute(tmp_path, monkeypatch):
     assert (found.engine.engine_python, found.engine.engine_pythonpath) == (f"{tmp_path}/python", None)
     assert found.engine.update_weight_disk_dir == f"{tmp_path}/weights"
     assert found.env.env_args == {"corpus": "data/q.jsonl"}, "only the environment knows what its arguments are"
+    assert found.lora.lora_adapters == {f"{tmp_path}/envs/mine.py:Mine": "red", "first": "blue"}
     assert anchor(found) == found
     assert anchor(build_config({"hf_checkpoint": "envs"}), embedded=["envs"]).model.hf_checkpoint == "envs"
     assert anchor(build_config({"hf_checkpoint": ""})).model.hf_checkpoint == ""
