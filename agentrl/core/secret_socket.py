@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -133,6 +133,15 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def differing_version(theirs: Mapping[str, str]) -> str | None:
+    """What the `versions` of another process and of this one differ in, and what to do; None: nothing."""
+    ours = versions()
+    for name, version in theirs.items():
+        if ours.get(name, version) != version:
+            return f"has {name} {version}, this machine {ours[name]}; install equal versions"
+    return None
 
 
 def limit_stalls(sock: socket.socket) -> None:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from agentrl.core.ray_cluster import bundle_of, connect, options_of, release, reserve
-from agentrl.core.secret_socket import Controller, Listener, dial, versions
+from agentrl.core.secret_socket import Controller, Listener, dial, differing_version, versions
 from agentrl.errors import WorkerError
 from agentrl.rollout.process_pool import JOIN_TIMEOUT_S, START_TIMEOUT_S
 from agentrl.rollout.process_worker import RunnerFactory, play
@@ -80,16 +80,9 @@ class RayProcesses:
         if loop is None or connected is None:
             connection.close()
             return
-        ours = versions()
-        differ = [name for name, version in hello.versions.items() if ours.get(name, version) != version]
-        if differ:
-            connection.close()
-            name = differ[0]
-            text = f"node {peer} has {name} {hello.versions[name]}, this machine {ours[name]}; install equal versions"
-            result: socket.socket | WorkerError = WorkerError(text)
-        else:
-            result = _socket_of(connection)
-            connection.close()
+        differs = differing_version(hello.versions)
+        result = _socket_of(connection) if differs is None else WorkerError(f"node {peer} {differs}")
+        connection.close()
         try:
             loop.call_soon_threadsafe(_hand_over, connected, result)
         except RuntimeError:  # the loop is closed: nothing waits any more

@@ -20,6 +20,7 @@ from ray_clusters import started
 from sglang_double import Double
 
 from agentrl.config import build_config
+from agentrl.core import secret_socket
 from agentrl.core.child_process import session_members
 from agentrl.engine.sglang import router
 from agentrl.errors import ConfigError, ContractError, DataError, TooManyFailuresError, WorkerError
@@ -450,7 +451,7 @@ async def test_an_actor_or_a_node_that_dies_is_replaced_and_no_episode_counts_tw
 
 @pytest.mark.full
 async def test_a_node_with_another_version_is_refused_with_both(settings, cluster, monkeypatch):
-    monkeypatch.setattr(ray_processes, "versions", lambda: {"agentrl": "0.0.1"})
+    monkeypatch.setattr(secret_socket, "versions", lambda: {"agentrl": "0.0.1"})
     with pytest.raises(WorkerError, match=r"node \d\S+ has agentrl \S+, this machine 0\.0\.1; install equal versions"):
         await run(on_ray(settings("versions", 2), cluster))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import build_config
+from agentrl.core import secret_socket
 from agentrl.core.secret_socket import accept, dial
 from agentrl.errors import ConfigError, WorkerError
 from agentrl.run import machines
@@ -233,7 +234,7 @@ def test_a_node_that_does_not_fit_is_refused_before_a_rank_starts(cluster, monke
         monkeypatch.setattr(node_agent, "folder_digest", lambda folder: "another")
     if difference == "versions":
         monkeypatch.setattr(node_agent, "versions", lambda: {"torch": "0.1"})
-        monkeypatch.setattr(nodes, "versions", lambda: {"torch": "2.0"})
+        monkeypatch.setattr(secret_socket, "versions", lambda: {"torch": "2.0"})
     if difference == "gpus":
         monkeypatch.setattr(node_agent, "gpus", lambda: [None])
     cluster.start([1], shared=[tmp_path / "weights"])

@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from agentrl.core.file_lock import is_locked, try_lock
+from agentrl.core.file_lock import is_locked, locked_folder, try_lock
 
 MEMORY = Path("/dev/shm")
 UNMAPPED_S = 5.0
 """age of a file that no process maps at which its server is gone: a young one may be about to be mapped"""
 _LOADS = "sglang_loads_*"
 """the load of a server, in managers/load_snapshot.py of SGLang; no process id is in the name"""
-_JOURNAL, _NEW = "agentrl-mapped-", "agentrl-new-mapped-"
+_JOURNAL = "agentrl-mapped-"
 
 
 class Journal:
@@ -36,14 +36,12 @@ class Journal:
     def write(self, files: Iterable[Path]) -> None:
         """Note these files, in place of those before. Without room in shared memory nothing is noted."""
         self.remove()
-        name = secrets.token_hex(8)
-        new = MEMORY / f"{_NEW}{name}"
-        with suppress(OSError):
-            self._file = open(new, "xb")  # noqa: SIM115  its lock is held until it is removed
-            try_lock(self._file)  # before it has its name: another start could remove it
+        with suppress(OSError), locked_folder(MEMORY):  # another start could remove it before it is locked
+            self._path = MEMORY / f"{_JOURNAL}{secrets.token_hex(8)}"
+            self._file = open(self._path, "xb")  # noqa: SIM115  its lock is held until it is removed
+            try_lock(self._file)
             self._file.write(json.dumps({file.name: file.lstat().st_ino for file in files}).encode())
             self._file.flush()
-            self._path = new.rename(MEMORY / f"{_JOURNAL}{name}")
 
     def remove(self) -> None:
         """Forget the files; idempotent."""
@@ -83,7 +81,9 @@ def remove_left_by_killed_servers() -> None:
             status = file.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_ctime > UNMAPPED_S:
                 left.append(file)
-    journals = {journal: _files_of(journal) for journal in MEMORY.glob(f"{_JOURNAL}*") if _is_left(journal)}
+    journals: dict[Path, list[Path]] = {}
+    with suppress(OSError), locked_folder(MEMORY):
+        journals = {journal: _files_of(journal) for journal in MEMORY.glob(f"{_JOURNAL}*") if _is_left(journal)}
     remove_unmapped([*left, *(file for files in journals.values() for file in files)])
     for journal in journals:
         if not _files_of(journal):  # else a process that is ending maps one; the next start tries again

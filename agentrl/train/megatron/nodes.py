@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.secret_socket import Controller, Listener, versions
+from agentrl.core.secret_socket import Controller, Listener, differing_version
 from agentrl.engine.sglang.installation import gpus
 from agentrl.errors import ConfigError, WorkerError
 from agentrl.train.megatron.node_agent import Hello, RankHello, folder_digest
@@ -309,10 +309,8 @@ class Nodes:
             raise ConfigError(
                 f"{node} has no or another model at {model.absolute()}; every node needs the same one at the same path"
             )
-        ours = versions()
-        for name, version in node.hello.versions.items():
-            if ours.get(name, version) != version:
-                raise ConfigError(f"{node} has {name} {version}, this machine {ours[name]}; install equal versions")
+        if (differs := differing_version(node.hello.versions)) is not None:
+            raise ConfigError(f"{node} {differs}")
         here = len(gpus()) if self._local_ranks else node.hello.gpus
         if 0 < node.hello.gpus < self.ranks_per_node or bool(here) != bool(node.hello.gpus):
             raise ConfigError(f"{node} has {node.hello.gpus} GPUs, but needs {self.ranks_per_node if here else 0}")
