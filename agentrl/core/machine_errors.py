@@ -15,12 +15,13 @@ ADVICE = {
     errno.EIO: "is the disk full, or the quota or the limit on file sizes (ulimit -f) reached?",
     errno.EROFS: "choose a folder that can be written",
     errno.EACCES: "choose a folder that can be written",
+    errno.ENOTDIR: "a part of the path is a file; choose another path",
     errno.ENOENT: "it is needed until the command ends; was it deleted meanwhile?",
 }
 """errors of the machine, and what the user can do about them"""
 _CUT_SHORT = re.compile(r"inline_container.*unexpected pos")
 """what torch says when a file could not be written whole; it hides why"""
-_ANYWHERE = tuple(number for number in ADVICE if number not in (errno.ENOENT, errno.EACCES))
+_ANYWHERE = tuple(number for number in ADVICE if number not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES))
 """errors that mean the same wherever they arise"""
 
 

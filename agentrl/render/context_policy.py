@@ -165,6 +165,19 @@ def _check_request(request: SummaryRequest) -> None:
             raise ContractError(f"{name} of a summary must be an integer of at least {least}, found {value!r:.80}")
 
 
+def _check_bounds(above: Any, **counts: Any) -> None:
+    """Refuse arguments that no policy can work with.
+
+    Raises:
+        ContractError: which argument is wrong.
+    """
+    if isinstance(above, bool) or not isinstance(above, (int, float)) or not 0 <= above <= 1:
+        raise ContractError(f"above must be a share of the context from 0 to 1, found {above!r:.80}")
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ContractError(f"{name} of a context policy must be an integer of at least 0, found {value!r:.80}")
+
+
 def _split_old_turns(view: ContextView, keep: int, above: float) -> tuple[list[Message], list[Message]] | None:
     """The messages of old turns and of the `keep` newest ones, or None while the context has room or no turn is old."""
     turns = view.turns()
@@ -188,6 +201,9 @@ class DropOldTurns:
     above: float = 0.75
     """share of the limit"""
 
+    def __post_init__(self) -> None:
+        _check_bounds(self.above, keep=self.keep)
+
     def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """The first prompt and the newest turns."""
         parts = _split_old_turns(view, self.keep, self.above)
@@ -204,6 +220,9 @@ class TruncateOldResults:
     """kept of each older observation"""
     above: float = 0.75
     """share of the limit"""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.above, keep=self.keep, characters=self.characters)
 
     def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """Every turn, the old ones with shortened observations."""
@@ -227,6 +246,9 @@ class Summarise:
     """number of turns kept"""
     above: float = 0.75
     """share of the limit"""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.above, keep=self.keep)
 
     async def __call__(self, view: ContextView) -> Sequence[Message] | None:
         """The first prompt with the summary, and the newest turns."""
@@ -263,9 +285,7 @@ class SummariseByPolicy:
 
     def __post_init__(self) -> None:
         _check_request(self._request())
-        above: Any = self.above
-        if isinstance(above, bool) or not isinstance(above, (int, float)) or not 0 <= above <= 1:
-            raise ContractError(f"above must be a share of the context from 0 to 1, found {above!r:.80}")
+        _check_bounds(self.above)
 
     def _request(self) -> SummaryRequest:
         return SummaryRequest(instruction=self.instruction, keep=self.keep, max_tokens=self.max_tokens)

@@ -27,6 +27,24 @@ _BASES = (0xF0000, 0x100000, 0xF8000, 0x108000)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def _template_of(folder: Path, config: Any) -> str | None:
+    """The chat template of a model folder with this tokenizer_config.json.
+
+    Raises:
+        ValueError, KeyError, TypeError: the file does not have the form that transformers writes.
+    """
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json is not a JSON object")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # named templates
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    if (folder / "chat_template.jinja").exists():  # the newer place, which transformers prefers too
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not isinstance(template, str | None):
+        raise ValueError(f"chat_template in tokenizer_config.json must be text, found {template!r:.80}")
+    return template
+
+
 class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`: encodes template text atomically and content plainly, decodes ids exactly.
 
@@ -109,17 +127,13 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             if (folder / "tokenizer_config.json").exists():
                 config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            template = _template_of(folder, config)
         except Exception as e:  # tokenizers raises nothing narrower
             raise TemplateError(f"{folder}: its tokenizer cannot be read: {e}") from e
-        template = config.get("chat_template")
-        if isinstance(template, list):  # named templates
-            template = next((t["template"] for t in template if t["name"] == "default"), None)
-        if (folder / "chat_template.jinja").exists():  # the newer place, which transformers prefers too
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         special = {
             k: v["content"] if isinstance(v, dict) else v
             for k, v in config.items()
-            if k.endswith("_token") and isinstance(v, (str, dict))
+            if k.endswith("_token") and (isinstance(v, str) or (isinstance(v, dict) and "content" in v))
         }
         return cls(backend, chat_template=template, special=special)
 

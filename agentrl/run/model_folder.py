@@ -84,13 +84,15 @@ def model_config(folder: Path) -> dict[str, Any]:
     """The contents of a model's config.json.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not a JSON object.
     """
     path = folder / "config.json"
     try:
-        settings: dict[str, Any] = orjson.loads(path.read_bytes())
+        settings: Any = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as e:
         raise ConfigError(f"{path}: not JSON: {e}") from e
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {settings!r:.80}")
     return settings
 
 
@@ -101,7 +103,10 @@ def context_length(folder: Path, requested: int | None) -> int:
         ConfigError: it is more than the model's positions, or neither is given.
     """
     model = model_config(folder)
-    positions = int(model.get("text_config", model).get("max_position_embeddings", 0))
+    text_config = model.get("text_config")
+    positions: Any = (text_config if isinstance(text_config, dict) else model).get("max_position_embeddings") or 0
+    if not isinstance(positions, int):
+        raise ConfigError(f"{folder}/config.json: max_position_embeddings must be an integer, found {positions!r:.80}")
     if requested and positions and requested > positions:
         raise ConfigError(
             f"--rollout-max-context-len {requested} is more than the model's {positions} positions ({folder})"

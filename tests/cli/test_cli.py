@@ -197,9 +197,17 @@ def test_model_without_chat_template(here, model, capsys):
     assert "no chat template" in refused(capsys, "train", *EXAMPLE, "--model", str(model))
 
 
-def test_a_model_config_that_is_not_json(here, model, capsys):
-    (model / "config.json").write_text("{")
-    assert "config.json: not JSON" in refused(capsys, "eval", *EXAMPLE, "--model", str(model))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json: not JSON"),
+        ("[]", "config.json: expected a JSON object, found []"),
+        ('{"max_position_embeddings": "x"}', "max_position_embeddings must be an integer, found 'x'"),
+    ],
+)
+def test_a_model_config_that_cannot_be_used(here, model, capsys, text, message):
+    (model / "config.json").write_text(text)
+    assert message in refused(capsys, "eval", *EXAMPLE, "--model", str(model))
 
 
 def test_an_environment_whose_tasks_are_not_tasks(here, model, capsys):

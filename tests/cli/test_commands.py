@@ -265,6 +265,16 @@ async def test_export_writes_its_target_and_overwrites_nothing(ready, tmp_path, 
     assert encode(decode(tables[0][0]["record"].encode(), "")) == encode(records[0])
 
 
+async def test_an_export_below_a_file_is_one_sentence(ready, tmp_path, capsys):
+    path, *_ = ready
+    (tmp_path / "file").touch()
+    for target in (["--parquet"], ["--hf-dataset"]):
+        assert await command("export", path, *target, tmp_path / "file" / "x") == 1
+        err = capsys.readouterr().err
+        assert err.startswith("agentrl export: Not a directory")
+        assert "a part of the path is a file" in err
+
+
 async def test_an_export_that_fails_midway_leaves_nothing(ready, tmp_path, capsys):
     """The first record can be read, the last is damaged, and the index does not show it."""
     pytest.importorskip("pyarrow")

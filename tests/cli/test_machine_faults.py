@@ -34,6 +34,7 @@ def one_sentence(err, command):
         ),
         (PermissionError(errno.EACCES, "Permission denied", "file"), errno.EACCES),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "file"), errno.ENOENT),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "file/x"), errno.ENOTDIR),
         (RuntimeError("No such file or directory"), None),
         (OSError(errno.EPIPE, "Broken pipe"), None),
         (ValueError("File is too large"), None),
@@ -46,7 +47,7 @@ def test_which_errors_are_the_machines(error, number):
         raise KeyError("wrapped") from error
     except KeyError as e:
         found = machine_error(e)
-    assert (found and found.errno) == (None if number in (errno.EACCES, errno.ENOENT) else number)
+    assert (found and found.errno) == (None if number in (errno.EACCES, errno.ENOENT, errno.ENOTDIR) else number)
 
 
 @pytest.mark.parametrize(

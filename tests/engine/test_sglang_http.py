@@ -16,7 +16,7 @@ from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Member
 from agentrl.engine.sglang.protocol import ServerFacts, warn_if_untested
-from agentrl.errors import EngineAbort, EngineFailure
+from agentrl.errors import ConfigError, EngineAbort, EngineFailure
 from agentrl.types import FinishReason
 
 Pil = pytest.importorskip("PIL.Image")
@@ -259,10 +259,20 @@ async def test_brackets_follow_the_version(version, brackets):
 
 
 async def test_an_untested_version_warns():
-    double = await Double(version="0.4.1").start()
+    double = await Double(version="0.5.11").start()
     engine = SGLangEngine(double.address)
     warn_if_untested.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"0\.4\.1 was not tested"):
+    with pytest.warns(RuntimeWarning, match=r"0\.5\.11 was not tested"):
+        await engine.start()
+    await engine.close()
+    await double.stop()
+
+
+@pytest.mark.parametrize("version", ["0.4.1", "0.5.9.post1"])
+async def test_a_server_of_a_version_that_is_too_old_is_refused(version):
+    double = await Double(version=version).start()
+    engine = SGLangEngine(double.address)
+    with pytest.raises(ConfigError, match=rf"the server at {double.address} has SGLang {version}.*needs 0\.5\.10"):
         await engine.start()
     await engine.close()
     await double.stop()

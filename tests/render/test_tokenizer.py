@@ -241,3 +241,19 @@ def test_a_model_folder(tmp_path):
         (tmp_path / name).write_text("{")
         with pytest.raises(TemplateError, match="its tokenizer cannot be read"):
             Tokenizer.load(tmp_path)
+
+
+def test_a_special_token_without_content_is_left_out(tmp_path):
+    ours.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {}, "pad_token": "<|im_end|>"}')
+    assert Tokenizer.load(tmp_path).special == {"pad_token": "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "5", '{"chat_template": 5}', '{"chat_template": [5]}', '{"chat_template": [{}]}']
+)
+def test_a_tokenizer_config_of_another_form_is_refused(tmp_path, text):
+    ours.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(TemplateError, match="its tokenizer cannot be read"):
+        Tokenizer.load(tmp_path)

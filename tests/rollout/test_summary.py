@@ -15,7 +15,15 @@ from local_models import local
 from agentrl import Env, StepResult, ToolEnv, reward, tool
 from agentrl.engine.base import SamplingParams
 from agentrl.errors import ConfigError, ContractError
-from agentrl.render import DropOldTurns, SummariseByPolicy, SummaryRequest, Tokenizer, make_renderer
+from agentrl.render import (
+    DropOldTurns,
+    Summarise,
+    SummariseByPolicy,
+    SummaryRequest,
+    Tokenizer,
+    TruncateOldResults,
+    make_renderer,
+)
 from agentrl.render.context_policy import resolve_context_policy
 from agentrl.replay.branch import play_branch
 from agentrl.replay.fork import fork
@@ -433,6 +441,17 @@ async def test_an_episode_of_the_local_engine():
 def test_arguments_that_cannot_work_are_refused(args, message):
     with pytest.raises((ConfigError, ContractError), match=message):
         resolve_context_policy("summarise", args)
+
+
+@pytest.mark.parametrize("name", ["drop_old_turns", "truncate_old_results"])
+@pytest.mark.parametrize("args", [{"keep": -1}, {"keep": "x"}, {"keep": True}, {"above": 1.5}, {"above": "half"}])
+def test_arguments_that_no_policy_can_use_are_refused(name, args):
+    with pytest.raises(ConfigError, match=f"{name}: {next(iter(args))} .*must be"):
+        resolve_context_policy(name, args)
+    with pytest.raises(ContractError, match="characters of a context policy must be an integer"):
+        TruncateOldResults(characters=-1)
+    with pytest.raises(ContractError, match=f"{next(iter(args))} .*must be"):
+        Summarise(str, **args)
 
 
 def test_arguments_on_the_command_line():

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from agentrl.engine.sglang.http import HttpClient
-from agentrl.engine.sglang.protocol import ServerFacts, malformed
+from agentrl.engine.sglang.protocol import ServerFacts, check_version, malformed
 from agentrl.errors import EngineFailure, boundary
 
 QUICK_S = 10.0
@@ -53,6 +53,7 @@ class ServerApi:
 
         Raises:
             EngineFailure: no answer, or a malformed one.
+            ConfigError: its version is too old.
         """
         info = await self._http.get("/server_info", timeout_s=min(CONNECT_S, self.timeout_s))
         try:
@@ -68,6 +69,7 @@ class ServerApi:
             self._facts = ServerFacts.read(info, paths)
         except ValueError as e:
             raise malformed(f"{self.address}/server_info", e) from e
+        check_version(self._facts.version, f"the server at {self.address}", "update it")
 
     async def close(self) -> None:
         """Close the connections. The server continues. Idempotent."""

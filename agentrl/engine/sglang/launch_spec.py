@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from agentrl.core.ports import port_is_free
 from agentrl.engine.sglang.installation import Installation, gpus
-from agentrl.engine.sglang.protocol import LEAST, warn_if_untested
+from agentrl.engine.sglang.protocol import check_version
 from agentrl.engine.sglang.server_flags import check_flags
 from agentrl.engine.weight_files import weight_bytes
 from agentrl.errors import ConfigError
@@ -57,7 +56,8 @@ def check_spec(spec: LaunchSpec, installation: Installation, *, here: bool = Tru
     Raises:
         ConfigError: the servers could not start.
     """
-    _check_version(installation)
+    advice = "update it, or name another interpreter with --engine-python"
+    check_version(installation.version, str(installation.python), advice)
     check_flags(spec.args, installation)
     if not (spec.model / "config.json").exists():
         raise ConfigError(f"{spec.model} is not a model folder: it has no config.json")
@@ -65,16 +65,6 @@ def check_spec(spec: LaunchSpec, installation: Installation, *, here: bool = Tru
     if here:
         _check_port(spec)
         _check_gpus(spec, fraction)
-
-
-def _check_version(installation: Installation) -> None:
-    released = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?", installation.version)
-    if released and tuple(map(int, released.groups()[:3])) < LEAST:  # development builds have other names
-        raise ConfigError(
-            f"{installation.python} has SGLang {installation.version}, agentrl needs {'.'.join(map(str, LEAST))} or later: "
-            "update it, or name another interpreter with --engine-python"
-        )
-    warn_if_untested(installation.version)
 
 
 def _check_port(spec: LaunchSpec) -> None:

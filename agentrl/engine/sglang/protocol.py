@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import math
+import re
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from agentrl.core.routed_experts import RoutedExperts, RouterShape, joined
 from agentrl.core.sequences import ids_checksum
 from agentrl.engine.base import MAX_LOG_PROB, Generation, SamplingParams, Speculation
 from agentrl.engine.sampling import Decode, StopFinder
-from agentrl.errors import EngineFailure
+from agentrl.errors import ConfigError, EngineFailure
 from agentrl.types import FinishReason
 
 TESTED = ("0.5.17", "0.5.23")
@@ -57,7 +58,7 @@ class ServerFacts:
 
     @classmethod
     def read(cls, info: Mapping[str, Any], paths: Mapping[str, Any]) -> ServerFacts:
-        """From the response of /server_info and the paths of /openapi.json. Warns if the version is untested.
+        """From the response of /server_info and the paths of /openapi.json.
 
         Raises:
             ValueError: a property has another type than SGLang's.
@@ -77,7 +78,6 @@ class ServerFacts:
             raise ValueError(
                 f"tp_size {tp_size!r:.60}, context_length and max_req_input_len {counts!r:.60}; expected counts"
             )
-        warn_if_untested(version)
         lengths = [n for n in counts if n]
         divided = [info.get(name) for name in ("dp_size", "pp_size", "ep_size")]
         whole = all(size in (None, 1) for size in divided) and not info.get("quantization")
@@ -102,6 +102,18 @@ class LoadedAdapter(NamedTuple):
     version: int
     name: str
     """the server's"""
+
+
+def check_version(version: str, whose: str, advice: str) -> None:
+    """Refuse a version that is too old; warn about one that was not tested. Development builds have other names, which are accepted.
+
+    Raises:
+        ConfigError: it is too old.
+    """
+    released = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?", version)
+    if released and tuple(map(int, released.groups()[:3])) < LEAST:
+        raise ConfigError(f"{whose} has SGLang {version}, agentrl needs {'.'.join(map(str, LEAST))} or later: {advice}")
+    warn_if_untested(version)
 
 
 @functools.cache
