@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
+from agentrl.core.constructor_arguments import check_arguments
 from agentrl.core.real_number import MAX_MAGNITUDE, real_number
 from agentrl.core.redaction import redact
 from agentrl.core.registry import Registry
-from agentrl.errors import ConfigError, ContractError, shown, suggest
+from agentrl.errors import ConfigError, ContractError, shown
 from agentrl.tool import (
     Isolation,
     Tool,
@@ -484,12 +485,4 @@ def check_env_args(cls: type[Env], args: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an argument is missing or unknown.
     """
-    parameters = inspect.signature(cls).parameters
-    for name, p in parameters.items():
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in args:
-            raise ConfigError(f"environment {cls.label()} needs an argument {name!r}; give --env-arg {name}=VALUE")
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for name in args:
-        if name not in parameters:
-            raise ConfigError(f"environment {cls.label()} takes no argument {name!r}{suggest(name, parameters)}")
+    check_arguments(f"environment {cls.label()}", cls, args, "--env-arg")

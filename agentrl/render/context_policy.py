@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from agentrl.core.constructor_arguments import check_arguments
 from agentrl.core.registry import Registry
 from agentrl.core.summary_request import SummaryRequest
-from agentrl.errors import ConfigError, ContractError, suggest
+from agentrl.errors import ConfigError, ContractError
 from agentrl.render.renderer import Renderer
 from agentrl.types import Message
 
@@ -140,14 +141,11 @@ def resolve_context_policy(name: str | None, args: Mapping[str, Any] | None = No
 
 
 def _construct(name: str, policy: type, args: Mapping[str, Any]) -> Any:
-    parameters = inspect.signature(policy).parameters
-    for arg in args:
-        if arg not in parameters:
-            raise ConfigError(f"context policy {name} takes no argument {arg!r}{suggest(arg, parameters)}")
+    check_arguments(f"context policy {name}", policy, args, "--context-policy-arg")
     try:
         return policy(**args)
     except TypeError as e:
-        raise ConfigError(f"context policy {name}: {e}; give --context-policy-arg NAME=VALUE") from e
+        raise ConfigError(f"context policy {name}: {e}; give other --context-policy-arg NAME=VALUE") from e
 
 
 def _check_request(request: SummaryRequest) -> None:

@@ -428,6 +428,22 @@ async def test_an_episode_of_the_local_engine():
     assert await replayed(Search, renderer, made, **limits) == [None] * 4
 
 
+class Flexible:
+    """A context policy that takes any argument."""
+
+    def __init__(self, **options):
+        self.options, self.count = options, len(options.get("names", ""))
+
+    def __call__(self, view):
+        return None
+
+
+def test_a_policy_of_ones_own_may_take_any_argument():
+    assert resolve_context_policy(f"{__file__}:Flexible", {"keep": 3}).options == {"keep": 3}
+    with pytest.raises(ConfigError, match=r"'int' has no len.*give other --context-policy-arg"):
+        resolve_context_policy(f"{__file__}:Flexible", {"names": 3})
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -455,14 +471,14 @@ def test_arguments_that_no_policy_can_use_are_refused(name, args):
 
 
 def test_arguments_on_the_command_line():
+    with pytest.raises(ConfigError, match="needs an argument 'write'; give --context-policy-arg write=VALUE"):
+        resolve_context_policy("agentrl.render.context_policy:Summarise")
     assert resolve_context_policy("summarise", {"keep": 0, "above": 0.5}) == SummariseByPolicy(keep=0, above=0.5)
     assert resolve_context_policy("drop_old_turns", {"keep": 1}) == DropOldTurns(keep=1)
     with pytest.raises(ConfigError, match="needs --context-policy"):
         resolve_context_policy(None, {"keep": 1})
     with pytest.raises(ConfigError, match="not a class"):
         resolve_context_policy("agentrl.render.context_policy:check_rewrite", {"keep": 1})
-    with pytest.raises(ConfigError, match="--context-policy-arg NAME=VALUE"):
-        resolve_context_policy("agentrl.render.context_policy:Summarise")
 
 
 async def test_a_request_of_a_users_policy_is_checked(hermes):
