@@ -101,12 +101,13 @@ def check_role_adapters(adapters: Mapping[str, str], roles: Sequence[str], playe
         )
 
 
-def groups_by_adapter(groups: Sequence[Group], adapters: Mapping[str, str]) -> dict[str, list[Group]]:
+def groups_by_adapter(groups: Sequence[Group], adapters: Mapping[str, str], *, by_role: bool) -> dict[str, list[Group]]:
     """What each adapter is trained on: the groups of its environments, or of every group the sides of its roles.
 
     Args:
         groups: of a rollout. An episode whose time was over before its environment was there has no roles, and nothing to train on.
-        adapters: by environment or by role.
+        adapters: by environment, or by role.
+        by_role: they are by role, which may be named as an environment is.
 
     Raises:
         DataError: an episode is of no adapter.
@@ -114,14 +115,18 @@ def groups_by_adapter(groups: Sequence[Group], adapters: Mapping[str, str]) -> d
     parts: dict[str, list[Group]] = {name: [] for name in adapters.values()}
     for group in groups:
         first = group.trajectories[0]
-        if first.env in adapters:
-            parts[adapters[first.env]].append(group)
-            continue
-        owners = [role for t in group.trajectories if t.played for role in t.roles or (t.env,)]
-        if unknown := [owner for owner in owners if owner not in adapters]:
+        if by_role:
+            played = [t for t in group.trajectories if t.played]
+            unknown = [name for t in played for name in t.roles or (t.env,) if not t.roles or name not in adapters]
+        else:
+            unknown = [] if first.env in adapters else [first.env]
+        if unknown:
             raise DataError(
                 f"episode {first.episode_id}: {unknown[0]} has no adapter; --lora-adapter names those of {', '.join(adapters)}"
             )
+        if not by_role:
+            parts[adapters[first.env]].append(group)
+            continue
         for name, members in parts.items():
             sides = [replace(t, roles=tuple(r for r in t.roles if adapters[r] == name)) for t in group.trajectories]
             if kept := tuple(t for t in sides if t.roles):

@@ -241,8 +241,8 @@ class TrainingRun(EpisodeRun):
         """The optimizer steps of the policy, or of each adapter on what is its own; by its name, '' for the policy."""
         if not self.adapter_versions:
             return {"": await self._optimize(step, groups, self.trainer)}
-        parts = {}
-        for name, members in groups_by_adapter(groups, self.components.adapters).items():
+        parts, by_role = {}, not self.components.envs
+        for name, members in groups_by_adapter(groups, self.components.adapters, by_role=by_role).items():
             trainer: Any = AdapterTrainer(self.trainer, name)
             parts[name] = await self._optimize(step, members, trainer, name) if members else _Part()
         return parts

@@ -41,15 +41,19 @@ def group(index, env="Pair", roles=("first", "second")):
 
 def test_an_adapter_is_trained_on_its_environments_or_on_the_sides_of_its_roles():
     groups = [group(0, "a", ()), group(1, "b", ()), group(2, "c", ("first", "second"))]
-    parts = groups_by_adapter(groups, {"a": "red", "b": "blue", "c": "red"})
+    parts = groups_by_adapter(groups, {"a": "red", "b": "blue", "c": "red"}, by_role=False)
     assert {name: [g.index for g in part] for name, part in parts.items()} == {"red": [0, 2], "blue": [1]}
-    sides = groups_by_adapter([group(0), group(1, roles=("second",))], TEAMS)
+    sides = groups_by_adapter([group(0), group(1, roles=("second",))], TEAMS, by_role=True)
     roles = {name: [[t.roles for t in g.trajectories] for g in part] for name, part in sides.items()}
     assert roles == {"red": [[("first",)] * 2], "blue": [[("second",)] * 2, [("second",)] * 2]}
     with pytest.raises(DataError, match="episode 0-0: third has no adapter"):
-        groups_by_adapter([group(0, roles=("first", "third"))], TEAMS)
+        groups_by_adapter([group(0, roles=("first", "third"))], TEAMS, by_role=True)
     with pytest.raises(DataError, match="episode 0-0: other has no adapter"):
-        groups_by_adapter([group(0, "other", ())], {"a": "red"})
+        groups_by_adapter([group(0, "other", ())], {"a": "red"}, by_role=False)
+    sides = groups_by_adapter([group(0, "first")], TEAMS, by_role=True)
+    assert [len(part) for part in sides.values()] == [1, 1], "an environment may be named as a role is"
+    with pytest.raises(DataError, match="episode 0-0: first has no adapter"):
+        groups_by_adapter([group(0, "first", ())], TEAMS, by_role=True)
 
 
 async def test_an_episode_whose_time_was_over_before_its_environment_was_there_trains_no_adapter():
@@ -62,9 +66,9 @@ async def test_an_episode_whose_time_was_over_before_its_environment_was_there_t
     assert (late.stop_reason, late.roles) == (StopReason.EPISODE_TIMEOUT, ())
     played = group(0)
     mixed = replace(played, trajectories=(late, *played.trajectories))
-    parts = groups_by_adapter([mixed], TEAMS)
+    parts = groups_by_adapter([mixed], TEAMS, by_role=True)
     assert {name: [len(g.trajectories) for g in part] for name, part in parts.items()} == {"red": [2], "blue": [2]}
-    assert groups_by_adapter([replace(played, trajectories=(late,))], TEAMS) == {"red": [], "blue": []}
+    assert groups_by_adapter([replace(played, trajectories=(late,))], TEAMS, by_role=True) == {"red": [], "blue": []}
 
 
 def test_every_environment_names_its_adapter():
