@@ -71,7 +71,9 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
             max(s) - min(s) < EQUAL
             for s in ([t.score for t in part] for g in groups for part in by_role(g.trajectories))
         ),
-        "invalid_turns": fmean(sum(not turn.action.valid for turn in t.turns) for t in episodes),
+        "invalid_turns": fmean(
+            sum(not turn.action.valid for turn in t.turns if turn.summary is None) for t in episodes
+        ),
     }
     metrics |= role_rewards(episodes)
     metrics |= speculation_metrics(episodes)

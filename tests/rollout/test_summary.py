@@ -29,12 +29,13 @@ from agentrl.replay.branch import play_branch
 from agentrl.replay.fork import fork
 from agentrl.replay.replayer import replay_group
 from agentrl.rollout.branching import BranchRule
-from agentrl.run.metrics import summary_metrics
+from agentrl.rollout.failures import CauseTable
+from agentrl.run.metrics import rollout_metrics, summary_metrics
 from agentrl.store import exactness_violations, to_record
 from agentrl.store.episode_record import encode, from_record
 from agentrl.train.advantage import compare, group_advantages
 from agentrl.train.sample import to_samples
-from agentrl.types import EpisodeSpec, Observation, Provenance, StopReason
+from agentrl.types import EpisodeSpec, Group, Observation, Provenance, StopReason
 
 ASK = "SUM UP"
 LIMITS = {"context_length": 460, "max_response_tokens": 4096, "max_turns": 12}
@@ -172,6 +173,8 @@ async def test_summaries_with_a_flaw_follow_their_rule_and_are_counted(hermes, s
         "summaries_empty": len(wrote) * (errors == ["empty"]),
         "summaries_with_calls": len(wrote) * (errors == ["call"]),
     }
+    metrics = rollout_metrics([Group(0, t.task, (t,))], CauseTable(), 0)
+    assert metrics["invalid_turns"] == 0, "a summary is not an action"
     assert trained(t) == sampled(t)
 
 
