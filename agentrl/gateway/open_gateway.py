@@ -95,7 +95,7 @@ class OpenGateway:
         if opened is None:
             if len(self._by_key) >= self._most:
                 raise RequestError(
-                    429, f"{self._most} episodes are open (--concurrency); come again later", "too_many_episodes"
+                    429, f"{self._most} episodes are open (--concurrency); try again later", "too_many_episodes"
                 )
             opened = self._by_key[key] = asyncio.get_running_loop().create_future()
             number = next(self._numbers)

@@ -147,7 +147,7 @@ def require_adapters(config: Config, folder: Path, checkpoint: Path) -> None:
     """Refuse a checkpoint whose adapters are not those that the settings describe, or of another base.
 
     Raises:
-        UsageError, StoreError: it is.
+        UsageError, StoreError: it is such a checkpoint, or cannot be read.
     """
     from agentrl.train.megatron.checkpoint_model import ADAPTERS, adapter_folder, require_model
     from agentrl.train.megatron.model_config import read_model_config

@@ -123,7 +123,7 @@ class ScheduleSettings:
 
     `nonzero_std` keeps groups whose scores differ; `module:function` and `file.py:function` take a Group."""
     max_resamples: Annotated[int, Field(ge=1)] = 4
-    """tasks that are played in place of a group that the filter refused; then the rollout has a group less"""
+    """maximum tasks played in place of each group that the filter refuses; if it refuses all of them, the rollout has one group less"""
     over_sampling_batch_size: Annotated[int | None, Field(ge=1)] = None
     """start N groups for each rollout, train on the first to finish, and stop the rest (default: --rollout-batch-size)
 

@@ -75,7 +75,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelSettings:
-    """The policy."""
+    """The model that is trained or plays, called the policy."""
 
     hf_checkpoint: Annotated[str | None, "PATH|NAME"] = None
     """model folder, hub id or embedded model (default: the one that the environment recommends, if any)

@@ -51,7 +51,7 @@ class BlockFormat:
         raise NotImplementedError
 
     def body_end(self, text: str, at: int) -> int:
-        """Where a block's content ends if it begins at `at` and is well-formed, else `at`: the closing marker is looked for from there on."""
+        """Return where a block's content ends if it begins at `at` and is well-formed, else `at`: the closing marker is looked for from there on."""
         return at
 
     def read_unmarked(self, visible: str) -> list[ParsedCall]:
