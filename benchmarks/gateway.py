@@ -16,6 +16,7 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from pathlib import Path
@@ -261,7 +262,7 @@ def main() -> None:
             1.5,
             f"python benchmarks/gateway.py {options}",
             **{k: round(v, 3) for k, v in result.items()},
-            note="busy machine: only the ratio means something",
+            load_average=round(os.getloadavg()[0], 1),
         )
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
