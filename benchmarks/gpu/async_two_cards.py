@@ -72,7 +72,8 @@ def flags(schedule: str, args: argparse.Namespace) -> list[str]:
     words += ["--num-rollout", str(args.rollouts), "--eval-interval", str(args.rollouts), "--seed", str(args.seed)]
     words += ["--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(members), "--concurrency", "512"]
     words += ["--eval-limit", "4" if args.tiny else "200", "--actor-num-gpus-per-node", "1", "--tensorboard", "false"]
-    words += ["--save-interval", "1", "--keep-checkpoints", "0", "--engine-python", args.engine_python]
+    words += ["--save-interval", "1", "--keep-checkpoints", "0"]
+    words += ["--engine-python", args.engine_python] if args.engine_python else []
     words += ["--engine-pythonpath", args.engine_pythonpath] if args.engine_pythonpath else []
     if not args.tiny:
         words += ["--dtype", "bfloat16"]
@@ -258,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="folder of the runs (default: OUT)")
-    parser.add_argument("--engine-python", default=sys.executable, help="the interpreter that has SGLang")
+    parser.add_argument("--engine-python", help="the interpreter that has SGLang (default: as for agentrl train)")
     parser.add_argument("--engine-pythonpath", help="folder with SGLang, for the server's process alone")
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--latency", type=float, default=0.4, help="median seconds of a search")

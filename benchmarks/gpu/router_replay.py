@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, help="default: random; with --tiny all")
     parser.add_argument("--model", type=Path, help="model folder of the case search_r1")
-    parser.add_argument("--engine-python", default=sys.executable, help="the interpreter that has SGLang")
+    parser.add_argument("--engine-python", help="the interpreter that has SGLang (default: as for agentrl train)")
     parser.add_argument("--engine-pythonpath", help="folder with SGLang, for the server's process alone")
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--sampled", type=int, default=128, help="tokens of a turn")
