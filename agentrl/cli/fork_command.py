@@ -40,6 +40,8 @@ def add_parser(commands: Commands) -> None:
 def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     if args.branches < 1:
         raise ConfigError(f"--branches must be at least 1, found {args.branches}")
+    if args.out is not None:
+        _require_folder(args.out)
     recording = Recording(args.recorded)
     entry = recording.entry(args.episode)
     original = from_record(recording.record(entry), recording.blobs)
@@ -59,6 +61,17 @@ def run_fork(args: argparse.Namespace, rest: list[str]) -> int:
     print_now(f"{table(original, branches)}\n\nrecorded in {out}")
     print_note(recording)
     return 0
+
+
+def _require_folder(out: Path) -> None:
+    """Refuse --out before anything is sampled if no folder can be there.
+
+    Raises:
+        ConfigError: it, or a part of its path, is a file.
+    """
+    nearest = next(path for path in (out, *out.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {out}: {nearest} is a file; give a folder")
 
 
 async def _fork(

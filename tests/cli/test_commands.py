@@ -275,6 +275,17 @@ async def test_an_export_below_a_file_is_one_sentence(ready, tmp_path, capsys):
         assert "a part of the path is a file" in err
 
 
+@pytest.mark.parametrize("out", ["file", "file/x"])
+async def test_a_fork_into_a_file_is_refused_before_it_samples(ready, tmp_path, capsys, out):
+    _, _, words = ready
+    (tmp_path / "file").write_text("kept")
+    before = contents(tmp_path)
+    assert await command(*words["fork"][:-1], tmp_path / out) == 2
+    err = capsys.readouterr().err
+    assert err == f"agentrl fork: --out {tmp_path / out}: {tmp_path / 'file'} is a file; give a folder\n"
+    assert contents(tmp_path) == before
+
+
 async def test_an_export_that_fails_midway_leaves_nothing(ready, tmp_path, capsys):
     """The first record can be read, the last is damaged, and the index does not show it."""
     pytest.importorskip("pyarrow")
