@@ -110,6 +110,9 @@ class AgentEnv(Env):
     """agents that run at the same time in one process, for a service with a limit; None: no limit besides `--concurrency`"""
     max_cost: ClassVar[float | None] = None
     """what the tokens of an episode may cost, side calls included; when it is spent, requests are answered as after the last turn. None: no limit"""
+    max_seconds: ClassVar[float | None] = None
+    """seconds from the start of an episode after which requests are answered as after the last turn; a generation that goes on is finished. None: no
+    limit besides `--episode-timeout-s`, which ends the episode at any moment"""
     prices: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)
     """cost of a token of a prompt, of one that the engine had cached, and of a sampled one"""
     max_output_bytes: ClassVar[int] = 1 << 16
@@ -129,6 +132,9 @@ class AgentEnv(Env):
         where = f"environment {cls.__name__}"
         if cls.max_agents is not None:
             check_limit(where, "max_agents", cls.max_agents, least=1)
+        seconds: Any = cls.max_seconds
+        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+            raise ContractError(f"{where}: max_seconds must be a number above 0, or None; found {seconds!r:.60}")
         prices: Any = cls.prices
         most: Any = 0.0 if cls.max_cost is None else cls.max_cost
         amounts = [*prices, most] if isinstance(prices, (tuple, list)) else []

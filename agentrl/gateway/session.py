@@ -8,6 +8,7 @@ extended the segment meanwhile, it opens a segment that begins with the same ids
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -75,7 +76,7 @@ class GatewaySession:
 
     Args:
         episode: its recorder, limits, renderer and engine are used.
-        env: names of the models, and what their tokens may cost.
+        env: names of the models, and the budgets of an episode.
     """
 
     def __init__(self, episode: Episode, env: AgentEnv | type[AgentEnv]) -> None:
@@ -84,6 +85,7 @@ class GatewaySession:
         self._prices, self._max_cost = env.prices, env.max_cost
         self._cost = 0.0
         """of all tokens so far"""
+        self._until = time.perf_counter() + (math.inf if env.max_seconds is None else env.max_seconds)
         self.planner = ContextPlanner(episode.recorder, episode.runner.renderer, episode.runner.limits)
         self.counts: Counter[str] = Counter()
         """requests by what became of them, and segments by their reason"""
@@ -91,7 +93,7 @@ class GatewaySession:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """holds the failure that ends the episode"""
         self.spent = asyncio.Event()
-        """set when the number of turns, or what the tokens may cost, is spent"""
+        """set when the number of turns, the time, or what the tokens may cost is spent"""
         self.known = KnownRequests()
         self.sealed = False
         self.last_request = time.monotonic()
@@ -185,7 +187,8 @@ class GatewaySession:
 
     async def _replies(self, request: ModelRequest, long: bool) -> list[Reply]:
         request = await _with_images(request)
-        if self._max_cost is not None and self._cost >= self._max_cost:
+        too_costly = self._max_cost is not None and self._cost >= self._max_cost
+        if too_costly or time.perf_counter() >= self._until:
             return self.refuse_budget(StopReason.MAX_TOKENS, request, ends=True)
         if request.model in self.side_models:
             return await self._answer_side_call(request, long)

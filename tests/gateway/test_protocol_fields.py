@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 from doubles import call
@@ -9,7 +11,7 @@ from gateway_agents import SEARCH, NotingGenerator, play_agent, reasons, user
 
 from agentrl.engine.base import Generation
 from agentrl.errors import ContractError, EngineAbort
-from agentrl.gateway import AgentEnv
+from agentrl.gateway import AgentEnv, session
 from agentrl.store import exactness_violations
 from agentrl.types import FinishReason, StopReason
 
@@ -159,6 +161,30 @@ async def test_side_calls_cost_too(hermes):
 
     t = await play_agent(agent, ["one"], hermes, attributes={"max_cost": 1.0}, laws=False)
     assert (len(t.turns), t.stop_reason, finishes) == (0, StopReason.MAX_TOKENS, ["length", "length"])
+
+
+async def test_a_budget_of_seconds_ends_an_episode_as_the_last_turn_does(hermes, monkeypatch):
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic, now=1000.0)
+    monkeypatch.setattr(session, "time", clock)
+    finishes = []
+
+    async def agent(client):
+        messages = [ASK]
+        for now in (1000.0, 1059.9, 1060.0, 1061.0):
+            clock.now = now
+            answer = await client.chat(messages)
+            finishes.append(answer["finish"])
+            messages = [*messages, {"role": "assistant", "content": answer["content"]}, user("go on")]
+
+    t = await play_agent(agent, ["one", "two", "three"], hermes, attributes={"max_seconds": 60})
+    assert (len(t.turns), t.stop_reason) == (2, StopReason.MAX_TOKENS)
+    assert finishes == ["stop", "stop", "length", "length"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.inf, math.nan, "60"])
+def test_seconds_that_cannot_be_are_refused_where_they_are_declared(seconds):
+    with pytest.raises(ContractError, match="max_seconds must be a number above 0, or None; found"):
+        type("Timed", (AgentEnv,), {"max_seconds": seconds})
 
 
 @pytest.mark.parametrize(
