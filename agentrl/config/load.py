@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -101,6 +102,9 @@ def _remember_credentials(layer: Layer) -> None:
         remember(credential)
 
 
+_TOML_TYPES = (str, bool, int, float, datetime.date, datetime.time)
+
+
 def value_problems(layer: Layer) -> list[str]:
     """One sentence for each setting whose value has the wrong type or is out of bounds."""
     problems: dict[tuple[type, Any], str] = {}
@@ -115,7 +119,22 @@ def value_problems(layer: Layer) -> list[str]:
         for name, value in layer.items()
         if not _is_text(value)
     ]
-    return [*problems.values(), *odd]
+    unwritable = [
+        f"--{name.replace('_', '-')} must hold values that config.toml can hold (text, numbers, true or false, lists and tables of them), "
+        f"found {value!a:.60}"
+        for name, value in layer.items()
+        if isinstance(value, Mapping) and not all(map(_is_writable, value.values()))
+    ]
+    return [*problems.values(), *odd, *unwritable]
+
+
+def _is_writable(value: Any, inside_list: bool = False) -> bool:
+    """False if TOML has no such value. A key whose value is None is left out; in a list there is no place for None."""
+    if isinstance(value, Mapping):
+        return all(map(_is_writable, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(_is_writable(v, inside_list=True) for v in value)
+    return isinstance(value, _TOML_TYPES) or (value is None and not inside_list)
 
 
 def _is_text(value: Any) -> bool:

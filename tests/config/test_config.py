@@ -434,3 +434,10 @@ def test_a_bare_switch_gets_its_value():
     assert complete_switches(["--colocate"]) == ["--colocate=true"]
     assert complete_switches(["--colocate", "t"]) == ["--colocate", "t"]
     assert complete_switches(["--colocate", "Yes"]) == ["--colocate", "Yes"]
+
+
+@pytest.mark.parametrize("value", [[1, None], {"y": [[None]]}, object(), b"x"])
+def test_a_value_that_config_toml_cannot_hold_is_refused(value):
+    with pytest.raises(ConfigError, match=r"--env-args must hold values that config\.toml can hold"):
+        build_config({"env_args": {"x": value}})
+    assert "x = 1" in build_config({"env_args": {"x": 1, "y": [{"z": 2.0}]}}).to_toml()
