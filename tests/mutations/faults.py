@@ -648,8 +648,8 @@ FAULTS = (
     Fault(
         "credentials reach the terminal and logs",
         "core/terminal_text.py",
-        "redact(str(text), environment=True))",
-        "str(text))",
+        "ascii(match[0])[1:-1], redact(str(text), environment=True))",
+        "ascii(match[0])[1:-1], str(text))",
         "run/test_credentials.py",
     ),
     Fault(
