@@ -255,7 +255,8 @@ def draw_curve(
     axes.set_ylim(bottom=0)
     axes.set_title(f"{config.label}, {config.train.advantage_estimator}, seed {config.run.seed}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
 
 
