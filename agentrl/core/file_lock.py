@@ -21,21 +21,32 @@ _locked: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 """open files whose lock this process holds"""
 
 
-def try_lock(file: BinaryIO) -> bool:
-    """Lock a file until it is closed. False if another writer holds the lock; True on a file system without locks."""
-    deadline = time.monotonic() + LOOK_S
+def _take(file: BinaryIO | int, within_s: float) -> bool:
+    """Take the lock of an open file or folder; False if another process holds it for `within_s` seconds.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + within_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        except OSError:
-            return True
-        else:
-            _locked.add(file)
-            return True
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """Lock a file until it is closed. False if another writer holds the lock; True on a file system without locks."""
+    try:
+        taken = _take(file, LOOK_S)
+    except OSError:
+        return True
+    if taken:
+        _locked.add(file)
+    return taken
 
 
 def is_locked(path: Path) -> bool:
@@ -50,18 +61,11 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def locked_folder(folder: Path, timeout_s: float = 30.0) -> Iterator[None]:
-    """Keep other processes that use this function out of a folder, for `timeout_s` at most: whoever holds it longer hangs."""
+    """Keep other processes that use this function out of a folder. One that keeps it longer than `timeout_s` is not waited for: it hangs."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(POLL_S)
-            except OSError:
-                break  # a file system without locks
+        with suppress(OSError):
+            _take(descriptor, timeout_s)
         yield
     finally:
         with suppress(OSError):
