@@ -132,6 +132,26 @@ def check_gradients(trainer, hf, rows, folder, loss):
     return metrics
 
 
+def check_family(trainer, model, hf, rows, folder, by_file_name):
+    """Loss and gradients of a model of some family, and the bit-equal export of all its weights, which are returned.
+
+    `hf` gives transformers' log-probs; `by_file_name` gives its gradients, once they are there, by their names in the model's folder.
+    """
+    metrics = trainer.gradients(rows, EVERYTHING, folder / "gradients")
+    loss = hf_loss(hf, rows, EVERYTHING)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    want, got = by_file_name(), read(folder / "gradients")
+    assert got.keys() == want.keys()
+    errors = {n: ((got[n] - g).norm() / (g.norm() + 1e-6)).item() for n, g in want.items()}
+    assert max(errors.values()) <= 1e-3, errors
+    trainer.export_weights(folder / "exported")
+    exported, original = read(folder / "exported"), read(model)
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(t, original[n]) and t.dtype == original[n].dtype for n, t in exported.items())
+    return original
+
+
 def check_step(trainer, hf, rows, folder):
     """One AdamW step with the gradient clipped to norm 0.5; norms and biases are not decayed."""
     before_it = trainer.log_probs(rows, trained_only=True)

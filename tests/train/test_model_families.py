@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
-from models import by_file_name, hf_log_probs, hf_loss, hf_model, make_model, make_rows
+from models import by_file_name, hf_log_probs, hf_model, make_model, make_rows
 from safetensors.torch import save_file
-from test_megatron import EVERYTHING, PP2, TP2, read, start
+from test_megatron import PP2, TP2, check_family, read, start
 
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.engine.base import SamplingParams, WeightsManifest
@@ -77,19 +77,11 @@ def check(model, folder, settings, world):
         with torch.no_grad():
             for row, own in zip(rows, got, strict=True):
                 np.testing.assert_allclose(own, hf_log_probs(hf, row).numpy(), atol=1e-3 if mixture else 1e-4, rtol=0)
-        metrics = trainer.gradients(rows, EVERYTHING, folder / "gradients")
-        loss = hf_loss(hf, rows, EVERYTHING)
-        loss.backward()
-        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
-        want = by_file_name({n: p.grad for n, p in hf.named_parameters()})
-        own = read(folder / "gradients")
-        assert own.keys() == want.keys()
-        errors = {n: ((own[n] - g).norm() / (g.norm() + 1e-6)).item() for n, g in want.items()}
-        assert max(errors.values()) <= 1e-3, errors
-        trainer.export_weights(folder / "exported")
-        exported, original = read(folder / "exported"), read(model)
-        assert exported.keys() == original.keys()
-        assert all(torch.equal(t, original[n]) and t.dtype == original[n].dtype for n, t in exported.items())
+
+        def gradients():
+            return by_file_name({n: p.grad for n, p in hf.named_parameters()})
+
+        original = check_family(trainer, model, hf, rows, folder, gradients)
         delivered = trainer.deliver("checksums", kind="sha256")
         of_file = (
             server_checksums(original.items(), ServerLayout(vocab_size=96), "sha256")

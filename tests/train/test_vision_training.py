@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
-from models import hf_log_probs, hf_loss
+from models import hf_log_probs
 from safetensors.torch import save_file
-from test_megatron import EVERYTHING, PP2, TP2, read, start
+from test_megatron import EVERYTHING, PP2, TP2, check_family, read, start
 from vision_models import (
     IMAGES,
     PAD,
@@ -59,19 +59,12 @@ def check(model, folder, settings, world, **options):
             np.testing.assert_allclose(a, b, atol=1e-4, rtol=0)
         for a, b in zip(own, trainer.log_probs(rows, reference=True), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
-        metrics = trainer.gradients(rows, EVERYTHING, folder / "gradients")
-        loss = hf_loss(reference, rows, EVERYTHING)
-        loss.backward()
-        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
-        text = {n: p.grad for n, p in hf.named_parameters() if not n.startswith("model.visual.")}
-        want, got = by_vision_file_name(text), read(folder / "gradients")
-        assert got.keys() == want.keys()
-        errors = {n: ((got[n] - g).norm() / (g.norm() + 1e-6)).item() for n, g in want.items()}
-        assert max(errors.values()) <= 1e-3, errors
-        trainer.export_weights(folder / "exported")
-        exported, original = read(folder / "exported"), read(model)
-        assert exported.keys() == original.keys()
-        assert all(torch.equal(t, original[n]) and t.dtype == original[n].dtype for n, t in exported.items())
+
+        def gradients():
+            text = {n: p.grad for n, p in hf.named_parameters() if not n.startswith("model.visual.")}
+            return by_vision_file_name(text)
+
+        original = check_family(trainer, model, reference, rows, folder, gradients)
         before = {n for n, t in original.items() if n.startswith("visual.")}
         trainer.step(rows, EVERYTHING, lr=1e-2)
         trainer.export_weights(folder / "trained")
