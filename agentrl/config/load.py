@@ -129,7 +129,7 @@ def value_problems(layer: Layer) -> list[str]:
 
 
 def _is_writable(value: Any, inside_list: bool = False) -> bool:
-    """False if TOML has no such value. A key whose value is None is left out; in a list there is no place for None."""
+    """Whether TOML can hold a value. A key of a table whose value is None is left out; a list cannot hold None."""
     if isinstance(value, Mapping):
         return all(map(_is_writable, value.values()))
     if isinstance(value, (list, tuple)):

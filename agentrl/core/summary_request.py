@@ -1,4 +1,4 @@
-"""What a context policy asks of the policy: a summary of the conversation, in tokens of its own. Users import it from `agentrl.render`."""
+"""What a context policy asks of the policy: a summary of the conversation, which the policy samples. Users import it from `agentrl.render`."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class AgentEnv(Env):
     max_cost: ClassVar[float | None] = None
     """what the tokens of an episode may cost, side calls included; when it is spent, requests are answered as after the last turn. None: no limit"""
     max_seconds: ClassVar[float | None] = None
-    """seconds from the start of an episode after which requests are answered as after the last turn; a generation that goes on is finished. None: no
+    """seconds from the start of an episode after which requests are answered as after the last turn; a generation in progress is finished. None: no
     limit besides `--episode-timeout-s`, which ends the episode at any moment"""
     prices: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)
     """cost of a token of a prompt, of one that the engine had cached, and of a sampled one"""

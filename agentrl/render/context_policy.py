@@ -4,7 +4,7 @@ An environment names its policy in `Env.context_policy` (a method works too), or
 calls it after every observation.
 
 A policy is a function of a `ContextView` that returns the messages to continue with, None to leave the context unchanged, or a
-`SummaryRequest`: then the policy that acts writes a summary, a turn of its own (rollout/summary.py). Earlier
+`SummaryRequest`: then the acting policy writes a summary, which is an extra turn (rollout/summary.py). Earlier
 segments remain as they are and are trained with the episode's advantage; the beginning of the new one is PROMPT and is not trained again.
 So every sampled token is trained once.
 """

@@ -37,7 +37,7 @@ def require_estimator(config: Config) -> None:
 
 
 def require_state_keys(components: Components) -> None:
-    """Refuse an estimator that compares turns in equal states, in an environment that does not tell states apart.
+    """Refuse an estimator that compares turns in equal states, in an environment that gives no keys of states.
 
     Raises:
         ConfigError: the environment gives no state keys.

@@ -161,7 +161,7 @@ class EngineSettings:
     rollout_min_num_gpus: Annotated[int | None, Field(ge=1)] = None
     """GPUs of --rollout-num-gpus with which a run on a ray cluster starts (default: all)
 
-    The other engines join while the run goes on, whenever the cluster has room for one, and leave when it takes the room away. Without GPUs, the
+    The other engines join while the run goes on, whenever the cluster has room for one, and leave when their node dies. Without GPUs, the
     number of server processes."""
     rollout_num_gpus_per_engine: Annotated[int, Field(ge=1)] = 1
     """GPUs of one SGLang engine, its tensor parallel size"""

@@ -409,7 +409,7 @@ class SGLangEngine:
     async def load_adapters(self, adapters: Mapping[str, tuple[int, Path]], policy_version: int) -> None:
         """Make the server load adapters, by name, from folders of peft that it can read, and serve `policy_version`. It stays paused.
 
-        Every version has a name of its own at the server, so that a request cannot be answered by another.
+        Each version has another name at the server, so that no request can be answered by another version.
 
         Raises:
             EngineFailure: the server refused one.

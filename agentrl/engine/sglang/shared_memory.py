@@ -1,7 +1,7 @@
 """Files that SGLang servers leave in shared memory. SGLang removes none of them when it is killed, and servers end by being killed.
 
-A file of a living process is mapped by it, as /proc/PID/maps shows. Names of semaphores and most others do not tell whose they are, so a journal in
-shared memory names those of each server. It is locked as long as the process lives that started the server; if that was killed, the next start
+A file of a living process is mapped by it, as /proc/PID/maps shows. Most names, as those of semaphores, do not say which program made them, so a
+journal in shared memory names those of each server. It is locked while the process that started the server lives; if that was killed, the next start
 removes the files that the journal names and no process maps. Files of other programs are left alone.
 """
 

@@ -1,6 +1,6 @@
 """The images of rows in a micro-batch: the positions of their tokens, and which features stand at them. The checks of rows with images. No torch.
 
-A token of text has one position; an image has the positions of its grid, and the text after it goes on after the longer side (M-RoPE,
+A token of text has one position; an image has the positions of its grid, and the positions of the text after it begin after its longer side (M-RoPE,
 arXiv:2409.12191, section 2.1):
 
     token of an image at p, row y, column x of a grid of h rows and w columns: (p, p + y, p + x); the next token has the position p + max(h, w)
