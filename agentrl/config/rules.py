@@ -59,7 +59,11 @@ def _check_adapters(config: Config) -> None:
     schedule, env = config.schedule, config.env
     age = "counts the age of samples in versions of one policy"
     for given, flag, why in (
-        (config.rollout.runner_processes > 1, "--runner-processes", "tells its processes the weights version of only one policy"),
+        (
+            config.rollout.runner_processes > 1,
+            "--runner-processes",
+            "tells its processes the weights version of only one policy",
+        ),
         (config.engine.colocate, "--colocate", "takes the base from the engine's memory during training"),
         (
             config.engine.weight_sync not in (None, "disk"),
