@@ -30,7 +30,7 @@ from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import LossConfig, Row, Trainer
 from agentrl.train.rows import make_rows
 from agentrl.train.sample import Sample, to_samples
-from agentrl.train.schedule import sft_learning_rate
+from agentrl.train.schedule import learning_rate
 from agentrl.types import Trajectory
 
 PROGRESS_STEPS = 10
@@ -58,7 +58,7 @@ async def sft(config: Config, sources: Sequence[Path], *, echo: Echo = print) ->
                 log.echo(trained)
             started = time.perf_counter()
             for step, batch in enumerate(batches):
-                lr = sft_learning_rate(config, step, len(batches))
+                lr = learning_rate(config.train, step, len(batches))
                 rows = sft_rows(batch, config)
                 try:
                     metrics, rates = await recorded_step(

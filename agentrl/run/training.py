@@ -30,7 +30,7 @@ from agentrl.store.run_folder import RunFolder
 from agentrl.train.base import AdapterTrainer, Critic, LossConfig, Row, Trainer
 from agentrl.train.estimators import find_estimator
 from agentrl.train.restarting import RestartingTrainer
-from agentrl.train.schedule import rollout_learning_rate
+from agentrl.train.schedule import learning_rate
 from agentrl.train.step_record import step_record
 from agentrl.train.steps import (
     Models,
@@ -257,7 +257,7 @@ class TrainingRun(EpisodeRun):
         part.metrics |= await self.optimize_critic(step, batches.critic)
         policy = batches.policy if step >= settings.num_critic_only_steps else []
         part.rows = sum(map(len, policy))
-        lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)
+        lr, loss = learning_rate(settings, step, self.config.rollout.num_rollout), loss_config(settings)
         for number, rows in enumerate(policy):
             if number and loss.policy_loss == "sequence":
                 rows = await with_sequence_ratios(trainer, rows)
@@ -284,7 +284,7 @@ class TrainingRun(EpisodeRun):
         if self.critic is None:
             return {}
         settings = self.config.train
-        lr = rollout_learning_rate(self.config, step, settings.critic_lr)
+        lr = learning_rate(settings, step, self.config.rollout.num_rollout, settings.critic_lr)
         loss = critic_loss(settings)
         steps = []
         for rows in batches:

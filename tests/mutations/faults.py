@@ -109,7 +109,7 @@ FAULTS = (
     Fault(
         "the learning rate is fixed",
         "run/training.py",
-        "lr, loss = rollout_learning_rate(self.config, step), loss_config(settings)",
+        "lr, loss = learning_rate(settings, step, self.config.rollout.num_rollout), loss_config(settings)",
         "lr, loss = 1e-6, loss_config(settings)",
         f"{JOINTS}[lr-0.125]",
     ),
@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "the critic's learning rate is the policy's",
         "run/training.py",
-        "rollout_learning_rate(self.config, step, settings.critic_lr)",
-        "rollout_learning_rate(self.config, step)",
+        "self.config.rollout.num_rollout, settings.critic_lr)",
+        "self.config.rollout.num_rollout)",
         f"{JOINTS}[critic_lr-0.5]",
     ),
     Fault(

@@ -13,7 +13,7 @@ from agentrl.rollout.failures import CauseTable
 from agentrl.run.metrics import eval_metrics, mean_over_steps, rollout_metrics
 from agentrl.run.report import LEGEND, Report
 from agentrl.train.sample import to_samples
-from agentrl.train.schedule import rollout_learning_rate
+from agentrl.train.schedule import learning_rate
 from agentrl.types import Action, Group, StopReason, Task, Turn
 
 CONFIG = build_config({"env": "search_r1", "hf_checkpoint": "search_r1_3m", "seed": 3})
@@ -147,9 +147,9 @@ def test_steps_of_a_rollout_are_averaged_and_maxima_stay_maxima():
     ],
 )
 def test_the_learning_rate_warms_up_and_decays_to_a_tenth(style, rates):
-    config = build_config({"lr": 1.0, "lr_warmup_rollouts": 2, "lr_decay_style": style, "num_rollout": 6})
-    assert [rollout_learning_rate(config, s) for s in range(6)] == pytest.approx(rates, abs=1e-6)
-    assert rollout_learning_rate(config, 6) == pytest.approx(1.0 if style == "constant" else 0.1)
+    settings = build_config({"lr": 1.0, "lr_warmup_rollouts": 2, "lr_decay_style": style}).train
+    assert [learning_rate(settings, s, 6) for s in range(6)] == pytest.approx(rates, abs=1e-6)
+    assert learning_rate(settings, 6, 6) == pytest.approx(1.0 if style == "constant" else 0.1)
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------

@@ -103,9 +103,7 @@ class TrainSettings:
     lr_warmup_rollouts: Annotated[int, Field(ge=0)] = 0
     """rollouts of linear learning-rate warm-up; in `agentrl sft`, optimizer steps"""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """learning-rate schedule over --num-rollout, down to a tenth of --lr
-
-    `agentrl sft` decays linearly to a twentieth of --lr, both with linear and with cosine."""
+    """learning-rate schedule over --num-rollout, in `agentrl sft` over its optimizer steps, down to a tenth of --lr"""
     non_finite_step: Literal["stop", "skip"] = "stop"
     """an optimizer step whose loss or gradient is not finite: stop the run, or leave the step out and go on
 
