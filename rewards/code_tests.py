@@ -87,7 +87,7 @@ def read_tests(tests: Any) -> list[CodeTest]:
         try:
             tests = json.loads(tests)
         except json.JSONDecodeError:
-            tests = [line for line in tests.splitlines() if line.strip()]
+            tests = [line for line in tests.split("\n") if line.strip()]
     if isinstance(tests, Mapping):
         read = _from_object(tests)
     elif isinstance(tests, Sequence) and tests:
@@ -124,7 +124,7 @@ def _from_row(row: Any) -> CodeTest:
             f"expected the function's name in 'fn_name' of a functional test, found {shown(dict(row), 120)}"
         )
     try:
-        args = [json.loads(line) for line in str(row["input"]).splitlines() if line.strip()]
+        args = [json.loads(line) for line in str(row["input"]).split("\n") if line.strip()]
         return _function_test(str(name), args, json.loads(str(row["output"])))
     except json.JSONDecodeError as e:
         raise ValueError(f"expected JSON in a functional test, found {shown(dict(row), 120)}") from e

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ class Row:
     """One row of a data file."""
 
     where: str
-    """file and line, for errors"""
+    """file and line, item or row, for errors"""
     index: str
     """the row's number from 0, after the file's name where there are several files"""
     values: Mapping[str, Any]
@@ -51,9 +52,9 @@ def read_rows(name: str) -> Iterator[Row]:
     if not files:
         yield from _hub_rows(name)
     for path in files:
-        for line, values in _file_rows(path):
-            index = str(line - 1) if len(files) == 1 else f"{path.name}/{line - 1}"
-            yield Row(f"{path}, line {line}", index, values, arrow=data_suffix(path) == ".parquet")
+        for number, place, values in _file_rows(path):
+            index = str(number - 1) if len(files) == 1 else f"{path.name}/{number - 1}"
+            yield Row(f"{path}, {place}", index, values, arrow=data_suffix(path) == ".parquet")
 
 
 def data_files(name: str) -> list[Path]:
@@ -77,13 +78,13 @@ def data_files(name: str) -> list[Path]:
                 f"the folder {path} holds several splits ({', '.join(sorted(splits))}); name one by a pattern: {path}/train-*"
             )
         return files
+    if _HUB_ID.fullmatch(name) and data_suffix(path) not in SUFFIXES:
+        return []
     if glob.has_magic(name):
         files = sorted(p for p in map(Path, glob.glob(name, recursive=True)) if p.is_file())
         if not files:
             raise DataError(f"no data file matches {name}")
         return files
-    if _HUB_ID.fullmatch(name) and data_suffix(path) not in SUFFIXES:
-        return []
     raise DataError(f"no data file {path}")
 
 
@@ -96,28 +97,38 @@ def data_suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def _file_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+_Rows = Iterator[tuple[int, str, Mapping[str, Any]]]
+"""(number from 1, place in the file, values)"""
+
+
+def _file_rows(path: Path) -> _Rows:
     kind = data_suffix(path)
     if kind == ".parquet":
         return _parquet_rows(path)
     if kind in (".csv", ".tsv"):
         return _csv_rows(path, "\t" if kind == ".tsv" else ",")
-    return _json_array_rows(path) if kind == ".json" else json_rows(path)
+    return _json_array_rows(path) if kind == ".json" else _json_lines(path)
+
+
+def _json_lines(path: Path) -> _Rows:
+    return ((line, f"line {line}", row) for line, row in json_rows(path))
 
 
 def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> _Rows:
     try:
         import pyarrow.parquet as pq
     except ImportError as e:
         raise DataError(f"{path}: reading Parquet needs pyarrow; run pip install agentrl[parquet]") from e
     try:
-        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        rows = pq.read_table(path).to_pylist()
     except (ValueError, OSError) as e:  # pyarrow's errors are both
         raise DataError(f"{path}: not a Parquet file: {e}") from e
+    for number, values in enumerate(rows, 1):
+        yield number, f"row {number}", values
 
 
 def _hub_rows(name: str) -> Iterator[Row]:
@@ -140,25 +151,24 @@ def _hub_rows(name: str) -> Iterator[Row]:
         yield Row(f"{owner_name} ({split}), row {line}", str(line), values, arrow=True)
 
 
-def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(path: Path, delimiter: str) -> _Rows:
     try:
         with _open(path) as f:
             text = f.read().removeprefix(_BOM).decode()
     except (UnicodeDecodeError, OSError, EOFError) as e:
         raise DataError(f"{path}: not a text in UTF-8: {e}") from e
-    reader = csv.DictReader(text.splitlines(keepends=True), delimiter=delimiter, strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for number, values in enumerate(reader, 1):
+            place = f"line {reader.line_num}"
             if None in values or None in values.values():
-                raise DataError(
-                    f"{path}, line {reader.line_num}: expected {len(reader.fieldnames or ())} columns as in line 1"
-                )
-            yield number, values
+                raise DataError(f"{path}, {place}: expected {len(reader.fieldnames or ())} columns as in line 1")
+            yield number, place, values
     except csv.Error as e:
         raise DataError(f"{path}, line {reader.line_num}: not CSV: {e}") from e
 
 
-def _json_array_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _json_array_rows(path: Path) -> _Rows:
     """The objects of a JSON list; a file with an object in each line is read as JSONL."""
     try:
         with _open(path) as f:
@@ -166,7 +176,7 @@ def _json_array_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except (OSError, EOFError) as e:
         raise DataError(f"{path}: cannot be read: {e}") from e
     if not text.lstrip().startswith(b"["):
-        yield from json_rows(path)
+        yield from _json_lines(path)
         return
     try:
         items = parse_json(text)
@@ -175,7 +185,7 @@ def _json_array_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for number, item in enumerate(items, 1):
         if not isinstance(item, dict):
             raise DataError(f"{path}, item {number}: expected a JSON object, found {type(item).__name__}")
-        yield number, item
+        yield number, f"item {number}", item
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -86,6 +86,20 @@ def test_the_layouts_of_conversations_train_the_same_ids(hermes, tmp_path, row):
     assert trajectory.segments == to_trajectory(0, TALK[1:3], [], hermes, 512).segments
 
 
+def test_keys_that_parquet_fills_with_null_change_no_id(hermes, tmp_path):
+    """Rows of which one has calls of two tools: the others, and the other tool's arguments, get its keys as null."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    lookup = {**CALL, "id": "abcdefgh1", "function": {"name": "lookup", "arguments": {"city": "Oslo"}}}
+    calls = [{"role": "user", "content": "q", "tool_calls": [CALL, lookup]}]
+    rows = [{"messages": TALK}, {"messages": TALK[1:3], "unused": calls}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in rows))
+    read = [list(read_conversations(tmp_path / f"c.{kind}", hermes, 512)) for kind in ("parquet", "jsonl")]
+    assert [t.segments for t in read[0]] == [t.segments for t in read[1]]
+
+
 def test_tools_as_text_are_the_tools(hermes, tmp_path):
     file = tmp_path / "c.jsonl"
     tools = [{"type": "function", "function": {"name": "f"}}]

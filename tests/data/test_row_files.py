@@ -3,6 +3,9 @@
 import builtins
 import gzip
 import json
+import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +51,36 @@ def test_every_layout_gives_the_same_tasks(tmp_path, name, content):
     assert pairs(tasks) == EXPECTED
     assert [t.id for t in tasks] == ["0", "1", "2", "3"]
     assert pairs(load(f"{tmp_path / name}@[1:3]")) == EXPECTED[1:3]
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x0cb", "a\x85b", "a\x1eb", "a\x0bb"])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.tsv"])
+def test_only_a_newline_ends_a_line(tmp_path, name, text):
+    """Other characters that `str.splitlines` divides at are text, without quotes too."""
+    lines = {"d.json": json.dumps([{"prompt": text}]), "d.jsonl": json.dumps({"prompt": text}, ensure_ascii=False)}
+    (tmp_path / name).write_text(lines.get(name, f"prompt\n{text}\n"), encoding="utf-8", newline="")
+    assert [t.prompt for t in load(tmp_path / name)] == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("d.jsonl", b'{"prompt": "q"}\n\n{"prompt": "q", "tools": "[f"}\n', "line 3"),
+        ("d.csv", b'prompt,tools\n"two\nlines",\nq,[f\n', "line 4"),
+        ("d.json", b'[{"prompt": "q"}, {"prompt": "q", "tools": "[f"}]', "item 2"),
+        ("d.parquet", None, "row 2"),
+    ],
+)
+def test_a_row_is_named_by_its_place_in_the_file(tmp_path, name, content, place):
+    if content is None:
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"prompt": ["q", "q"], "tools": ["", "[f"]}), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{re.escape(name)}, {place}: tools is text that is not JSON"):
+        load(tmp_path / name)
 
 
 def test_a_folder_and_a_pattern_read_their_shards_in_order(tmp_path):
@@ -166,6 +199,28 @@ def test_a_hub_id_without_the_package_is_refused_with_what_to_install(monkeypatc
     monkeypatch.setattr(builtins, "__import__", no_datasets)
     with pytest.raises(DataError, match="pip install datasets"):
         load("nobody/no-such-data")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("owner/set", ("owner/set", "train")), ("owner/set:test[:10]", ("owner/set", "test[:10]"))]
+)
+def test_a_hub_id_is_read_with_its_split_and_without_the_keys_that_were_filled_with_null(
+    monkeypatch, tmp_path, name, read
+):
+    asked = []
+    prompt = [{"role": "user", "content": "q", "tool_calls": None}]
+
+    def load_dataset(path, *, split):
+        asked.append((path, split))
+        return [{"prompt": prompt, "label": "a"}, {"prompt": prompt, "label": "b"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.chdir(tmp_path)
+    tasks = load(name)
+    assert asked == [read]
+    assert pairs(tasks) == [(({"role": "user", "content": "q"},), "a"), (({"role": "user", "content": "q"},), "b")]
+    with pytest.raises(DataError, match=rf"owner/set \({re.escape(read[1])}\), row 0: no column 'answer'"):
+        load(name, label_key="answer", label_required=True)
 
 
 def test_an_evaluation_set_may_have_its_own_keys():
