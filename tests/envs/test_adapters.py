@@ -11,83 +11,25 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
+from adapter_checks import refused, require_replays, require_same_at_any_concurrency, require_sound
 from doubles import call, make_runner
 
-from agentrl.check import check_env
-from agentrl.check.findings import Severity
 from agentrl.cli.main import main
 from agentrl.core.ports import free_port
-from agentrl.env import check_env_args, make_env_class, task_tools, tasks_of
+from agentrl.env import make_env_class, task_tools, tasks_of
 from agentrl.envs.adapters import base
 from agentrl.errors import ConfigError, InfraError
-from agentrl.replay.replayer import replay_group
-from agentrl.rollout.rollout import Rollout, RolloutLimits
 from agentrl.types import EpisodeSpec, StopReason, Task, split_role_id
 
 SERVERS = Path(sys.executable).parents[1] / "servers/bin"
 TIME = f"{SERVERS / 'mcp-server-time'} --local-timezone UTC"
 GIT = str(SERVERS / "mcp-server-git")
 CONVERT = call("convert_time", source_timezone="Europe/Paris", time="12:00", target_timezone="Asia/Tokyo")
-
-
-async def require_sound(name, args=None, episodes=6, **more):
-    """No errors in the check: its episodes are played twice, together and alone, and are equal."""
-    report = await check_env(make_env_class(name), args, episodes=episodes, **more)
-    assert not [f for f in report.findings if f.severity is Severity.ERROR], str(report)
-    assert report.episodes == 2 * episodes
-    return report
-
-
-async def require_replays(name, script, hermes, args=None, task=None):
-    """An episode and its replay are identical."""
-    env = make_env_class(name)
-    task = task or next(iter(tasks_of(env, "train", args or {})))
-    runner = make_runner(env, script, hermes, env_args=args)
-    played = await runner.run(EpisodeSpec(task, 0, 0))
-    assert played.status.value in ("completed", "truncated"), played.detail
-    (outcome,) = await replay_group(runner, [played])
-    assert outcome.divergence is None, str(outcome.divergence)
-    return played
-
-
-def refused(name, args=None):
-    """The sentence with which an environment is refused."""
-    try:
-        env = make_env_class(name)
-        check_env_args(env, args or {})
-        ready = env(**(args or {})).check_ready()
-        if asyncio.iscoroutine(ready):
-            asyncio.run(ready)
-    except ConfigError as e:
-        return str(e)
-    pytest.fail("it was not refused")
-
-
-async def require_same_at_any_concurrency(name, hermes, says, args=None, tasks=None):
-    """The same seed plays the same episodes, one by one, three or sixteen at a time."""
-    env = make_env_class(name)
-    tasks = tasks or list(islice(tasks_of(env, "train", args or {}), 4))
-    groups = [[EpisodeSpec(task, g, 2 * g + i) for i in range(2)] for g, task in enumerate(tasks)]
-    played = []
-    for concurrency in (1, 3, 16):
-        runner = make_runner(
-            env, lambda request: says[request.sampling.seed % len(says)], hermes, env_args=args, max_turns=4
-        )
-        made, _ = await Rollout(runner, RolloutLimits(concurrency=concurrency, min_group_size=1)).run(groups)
-        runner.close()
-        episodes = sorted((t for group in made for t in group.trajectories), key=lambda t: t.index)
-        assert len(episodes) == 2 * len(tasks)
-        played.append(
-            [
-                (t.task.id, t.score, t.state, [(u.action.text, u.observation, u.reward) for u in t.turns])
-                for t in episodes
-            ]
-        )
-    assert played[0] == played[1] == played[2]
 
 
 class TestGymnasium:
@@ -378,6 +320,51 @@ class TestMcp:
 
 
 class TestVerifiers:
+    MARBLE = "verifiers:marble-v1"
+    """a marble is to fall into a ring: a taskset that nobody here wrote; infinite, and its tasks hold a right answer"""
+
+    @staticmethod
+    def layout(pieces):
+        return f"It bounces.\n```json\n{json.dumps(pieces)}\n```"
+
+    @pytest.mark.slow
+    async def test_a_taskset_of_others_keeps_the_contract_and_plays_the_same_at_any_concurrency(self, hermes):
+        args = {"test_size": 1, "size": 16, "ring_half_width": 300.0}
+        await require_sound(self.MARBLE, args, episodes=8)
+        says = [self.layout([{"kind": kind, "x": 100, "y": -800, "rot": 2}]) for kind in ("bell", "drum", "spring")]
+        await require_same_at_any_concurrency(self.MARBLE, hermes, says, args, concurrencies=(1, 8))
+
+    @pytest.mark.slow
+    async def test_its_right_and_wrong_answers_get_its_scores_and_replay(self, hermes):
+        from marble_v1 import taskset as marble
+
+        theirs = list(islice(marble.MarbleTaskset(marble.MarbleConfig(id="marble-v1", seed=3)), 3))[2]
+        right = theirs.data.solution
+        for pieces, scores in (
+            (right, (1.0, 1.0, 1.0)),
+            ([{**right[0], "x": -right[0]["x"] + 20}], None),
+            ([{**right[0], "x": 7}], (0.0, 0.0, 0.0)),
+        ):
+            said = self.layout(pieces)
+            played = await require_replays(self.MARBLE, [said], hermes, {"test_size": 2, "seed": 3})
+            assert (played.task.id, played.task.prompt) == ("train-2", theirs.data.prompt)
+            trace = SimpleNamespace(last_reply=said)
+            expected = [await f(trace) for f in (theirs.scored, theirs.answered_legally, theirs.closeness)]
+            metrics = played.turns[0].info["metrics"]
+            assert [played.score, metrics["answered_legally"], metrics["closeness"]] == expected
+            assert tuple(expected) == scores or (scores is None and expected[:2] == [0.0, 1.0])
+
+    @pytest.mark.slow
+    def test_tasks_are_generated_as_they_are_needed(self, monkeypatch):
+        from marble_v1 import levels
+
+        made = []
+        generate = levels.generate
+        monkeypatch.setattr(levels, "generate", lambda *a, **k: made.append(a) or generate(*a, **k))
+        tasks = tasks_of(make_env_class(self.MARBLE), "train", {"test_size": 1, "seed": 500})
+        assert [next(tasks).id, next(tasks).id] == ["train-1", "train-2"]
+        assert 3 <= len(made) < 20
+
     @pytest.fixture
     def sums(self, monkeypatch):
         monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -395,6 +382,7 @@ class TestVerifiers:
     def test_what_cannot_work_is_one_sentence(self, sums):
         assert "not found" in refused("verifiers:no_such_taskset")
         assert "its tasks have no rewards" in refused("verifiers:unscored_taskset")
+        assert "need a runtime for setup" in refused("verifiers:unscored_taskset", {"sets_up": True})
         assert "is refused: RuntimeError: install the program" in refused(
             "verifiers:unscored_taskset", {"loads": False}
         )
