@@ -37,16 +37,16 @@ async def test_it_keeps_the_contract_without_a_warning(tmp_path):
     assert not report.findings, str(report)
 
 
-def test_the_embedded_model_plays_it_as_the_readme_says(tmp_path, monkeypatch):
-    """The template of the embedded model leaves tools out; the flag that the README names writes them into the prompt."""
+def test_the_embedded_model_plays_it_with_the_command_as_printed(tmp_path, monkeypatch):
+    """The template of the embedded model leaves tools out; the flag in the command writes them into the prompt."""
     example(tmp_path)
     monkeypatch.chdir(tmp_path)
-    small = ["--num-rollout", "1", "--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--max-turns", "1"]
-    short = ["--rollout-max-response-len", "8", "--tensorboard", "false", "--run", "run"]
-    words = ["rollout", "--env", "guess.py", "--model", "search_r1_3m", *small, *short]
-    assert main(words) == 2
-    assert main([*words, "--tools-in-prompt"]) == 0
-    (first, _) = read_episodes(tmp_path / "run/episodes")
+    (words,) = re.findall(r"^\$ agentrl (rollout --env guess.py .*)", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert main([word for word in words.split() if word != "--tools-in-prompt"]) == 2
+    assert main(words.split()) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    first, *others = read_episodes(run / "episodes")
+    assert len(others) == 7
     prompt = Tokenizer.load(EMBEDDED).decode(first.segments[0].spans[0].ids)
     assert '"name": "guess"' in prompt
     assert "<tool_call>" in prompt
@@ -69,6 +69,18 @@ def test_its_reward_is_found_without_a_name(tmp_path):
     (found,) = resolve_rewards([str(tmp_path / "scores.py")])
     turn = SimpleNamespace(action=Action(" Paris\n"))
     assert [found(SimpleNamespace(turns=[turn], label=label)) for label in ("Paris", "Rome")] == [1.0, 0.0]
+
+
+def test_the_readme_and_setup_say_how_the_command_is_called():
+    makefile = README.with_name("Makefile").read_text(encoding="utf-8")
+    (said,) = re.findall(r'echo "setup: done; (.*)"', makefile)
+    assert said.replace("$(BIN)", ".venv/bin").replace("$(VENV)", ".venv") == (
+        "call .venv/bin/agentrl, or enter 'source .venv/bin/activate' and call agentrl"
+    )
+    readme = " ".join(README.read_text(encoding="utf-8").split())
+    assert (
+        "The command `agentrl` is then `.venv/bin/agentrl`; after `source .venv/bin/activate` it is `agentrl`" in readme
+    )
 
 
 def test_every_path_that_the_readme_names_exists():

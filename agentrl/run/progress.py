@@ -24,7 +24,7 @@ class Progress:
     def __init__(self, total: int, description: str, show_line: Callable[[str], None]) -> None:
         """`total` is the number of episodes; `show_line` shows and logs a line."""
         self.total, self.description = total, description
-        self.done = self.tokens = 0
+        self.done = self.tokens = self.running = 0
         self._show_line = show_line
         self._started = time.perf_counter()
         self._bar = tqdm(total=total, desc=description, unit="episode", leave=False, disable=not sys.stderr.isatty())
@@ -54,7 +54,9 @@ class Progress:
             if self.done
             else "no episode done yet"
         )
-        return f"{self.description}: {self.done} of {self.total} episodes, {rate:,.0f} sampled tokens/s, {left}"
+        # tokens are counted when their generation ends, so a rate of 0 may mean long generations
+        rates = f"{rate:,.0f} sampled tokens/s, {self.running} generations running"
+        return f"{self.description}: {self.done} of {self.total} episodes, {rates}, {left}"
 
     async def _tick(self) -> None:
         while True:
@@ -67,7 +69,7 @@ class Progress:
 
 
 class CountedGenerator:
-    """A generator that adds the sampled tokens to the progress."""
+    """A generator that adds the sampled tokens to the progress, and counts the generations that run."""
 
     def __init__(self, generator: Generator, progress: Progress) -> None:
         self._generator, self._progress = generator, progress
@@ -76,7 +78,11 @@ class CountedGenerator:
         self, ids: Sequence[int], sampling: SamplingParams, *, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """See `Generator.generate`."""
-        generation = await self._generator.generate(ids, sampling, session=session, images=images)
+        self._progress.running += 1
+        try:
+            generation = await self._generator.generate(ids, sampling, session=session, images=images)
+        finally:
+            self._progress.running -= 1
         if isinstance(generation, Generation):
             self._progress.tokens += len(generation.ids)
         return generation

@@ -65,6 +65,15 @@ class Slow(ToolEnv):
         return "nothing"
 
 
+class Down(Slow):
+    """Whatever its tool asks is down."""
+
+    @tool(timeout_s=1000)
+    async def look(self, query: str) -> str:
+        """Look something up."""
+        raise ConnectionRefusedError(111, "refused")
+
+
 class Engine(ScriptedEngine):
     """Calls a tool twice, then answers; or what `says` returns for a request."""
 
@@ -230,6 +239,11 @@ def test_a_checkpoint_with_groups_in_flight_is_not_continued_with_another_schedu
 def test_no_deadlock_when_every_engine_is_down(play):
     with pytest.raises(TooManyFailuresError, match="the engine is down"):
         play(engine={"fails": True})
+
+
+def test_case_30_when_every_tool_call_fails_the_run_stops_with_the_table_of_causes(play):
+    with pytest.raises(TooManyFailuresError, match=r"tool_failure +\d+ +tool look: ConnectionRefusedError"):
+        play(env=f"{__file__}:Down")
 
 
 def test_an_evaluation_beside_training_sees_one_version_and_stops_no_rollout(play):

@@ -148,7 +148,7 @@ def test_an_unknown_episode_is_an_error_with_a_suggestion(tmp_path):
 
 def test_a_run_folder_a_folder_and_a_file_open_alike(tmp_path):
     write(tmp_path / "episodes", range(3))
-    for path in (tmp_path, tmp_path / "episodes", tmp_path / "episodes" / "000000.jsonl.zst"):
+    for path in (tmp_path, str(tmp_path), tmp_path / "episodes", tmp_path / "episodes" / "000000.jsonl.zst"):
         assert len(Recording(path).episodes) == 3
     with pytest.raises(StoreError, match="no episodes at"):
         Recording(tmp_path / "none")

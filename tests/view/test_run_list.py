@@ -81,6 +81,9 @@ async def test_a_run_that_begins_later_appears(client, folder):
     assert next(row["problem"] for row in rows if row["name"] == "new")
 
 
-async def test_the_list_of_episodes_holds_the_label(client):
+async def test_the_list_of_episodes_holds_score_answer_and_label(client):
     rows = (await (await client.get("/run/one/api/episodes?limit=2")).json())["rows"]
-    assert [row["label"] for row in rows] == ["Paris", "Paris"]
+    assert [(row["score"], row["answer"], row["label"]) for row in rows] == [
+        (1.0, "yes", "Paris"),
+        (0.0, "yes", "Paris"),
+    ]
