@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from agentrl import ToolEnv
+from agentrl.config import build_config
 from agentrl.data.data_files import load_tasks
-from agentrl.data.task_sets import split_keys
+from agentrl.data.task_sets import TaskSets, split_keys
 from agentrl.errors import DataError
 
 ROWS = [{"prompt": f"q{i}", "label": f"a{i}"} for i in range(4)]
@@ -221,6 +223,14 @@ def test_a_hub_id_is_read_with_its_split_and_without_the_keys_that_were_filled_w
     assert pairs(tasks) == [(({"role": "user", "content": "q"},), "a"), (({"role": "user", "content": "q"},), "b")]
     with pytest.raises(DataError, match=rf"owner/set \({re.escape(read[1])}\), row 0: no column 'answer'"):
         load(name, label_key="answer", label_required=True)
+
+
+def test_each_evaluation_set_is_read_with_its_own_keys(hermes, tmp_path):
+    for name, row in (("a", {"q": "one?", "x": {"y": "1"}}), ("b", {"prompt": "two?", "label": "2"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    words = ["aime:input_key=q,label_key=x.y", str(tmp_path / "a.jsonl"), "plain", str(tmp_path / "b.jsonl")]
+    sets = TaskSets(build_config({"eval_prompt_data": words}), ToolEnv, hermes).evaluation()
+    assert {name: pairs(tasks) for name, tasks in sets.items()} == {"aime": [("one?", "1")], "plain": [("two?", "2")]}
 
 
 def test_an_evaluation_set_may_have_its_own_keys():
