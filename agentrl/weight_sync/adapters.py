@@ -11,6 +11,7 @@ from agentrl.engine.local.adapter_engines import AdapterEngines
 from agentrl.engine.sglang.engine import SGLangEngine
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.members import Failures
+from agentrl.errors import EngineFailure
 from agentrl.train.base import Trainer
 from agentrl.weight_sync.base import FleetSync, WeightSync, healthy, on_healthy
 from agentrl.weight_sync.verify import Expected, compare, expected_weights
@@ -103,7 +104,7 @@ class FleetAdapterSync(FleetSync):
 
     async def _load(self, engine: SGLangEngine, policy_version: int) -> None:
         """Load what the server lacks."""
-        has = {name: loaded.version for name, loaded in engine.adapters.items()}
+        has = {name: loaded.version for name, loaded in engine.adapters.current.items()}
         new = {name: place for name, place in self._folders.items() if has.get(name) != place[0]}
         await engine.load_adapters(new, policy_version)
 
@@ -117,6 +118,13 @@ class FleetAdapterSync(FleetSync):
                 failed |= wrong
                 self.difference = max((d for d in (self.difference, difference) if d is not None), default=None)
         for engine in engines:
-            if engine.address in failed:
-                engine.adapters.clear()  # so that they are sent again
+            if (failure := failed.get(engine.address)) is not None:
+                failed[engine.address] = await _without_adapters(engine, failure)
         return failed
+
+
+async def _without_adapters(engine: SGLangEngine, failure: EngineFailure) -> EngineFailure:
+    """Unload the adapters of a server that failed, so that they are sent again; the failure with what became of them."""
+    left = await engine.adapters.discard(engine.api)
+    fate = f"it still has {', '.join(left)}, which the next load unloads" if left else "its adapters were unloaded"
+    return EngineFailure(f"{failure}; {fate}", failure.cause)

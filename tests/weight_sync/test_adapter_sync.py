@@ -111,6 +111,27 @@ async def test_a_server_whose_adapter_is_another_is_taken_out(fleet, servers, sy
         assert (await asked(fleet, "blue", session)).log_probs == (-2.0,) * 3
 
 
+async def test_adapters_that_are_not_the_trainers_are_unloaded(fleet, servers, sync):
+    wrong = servers[1]
+    wrong.adapter_log_prob = lambda folder: number(folder) - 0.01
+    trainer = Trainer(red=-1.0, blue=-2.0)
+    await begin(sync, trainer)
+    await until(lambda: wrong.adapters == {})
+    engine, fleet.recovery = fleet.members[1].engine, None  # recovered by this test alone
+    with pytest.raises(EngineFailure, match=r"differ from the trainer's by .*; its adapters were unloaded$"):
+        await sync.recover(trainer, engine)
+    wrong.refuse = {"/unload_lora_adapter": 500}
+    with pytest.raises(
+        EngineFailure, match=r"; it still has blue-0-\w+-\d, red-0-\w+-\d, which the next load unloads$"
+    ):
+        await sync.recover(trainer, engine)
+    assert len(wrong.adapters) == 2
+    await engine.start()  # connected again, while the server went on
+    wrong.refuse, wrong.adapter_log_prob = {}, number
+    assert await sync.recover(trainer, engine)
+    assert set(wrong.adapters) == {engine.loaded(name).name for name in ("red", "blue")}, "the others are unloaded"
+
+
 async def test_a_server_that_comes_back_is_given_all_adapters(fleet, servers, sync):
     trainer = Trainer(red=-1.0, blue=-2.0)
     await begin(sync, trainer)
@@ -139,7 +160,7 @@ async def test_a_server_that_is_started_again_at_the_first_version_is_given_them
     await until(lambda: down.state == "down")
     await servers[0].start(port)
     await until(lambda: down.state == "ready")
-    assert set(down.engine.adapters) == {"red", "blue"}
+    assert set(down.engine.adapters.current) == {"red", "blue"}
 
 
 async def test_a_server_that_takes_no_adapters_is_refused(servers):

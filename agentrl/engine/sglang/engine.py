@@ -20,8 +20,8 @@ from agentrl.core.routed_experts import RouterShape
 from agentrl.engine.base import EngineInfo, Generation, SamplingParams, WeightsManifest, check_request
 from agentrl.engine.sampling import Decode
 from agentrl.engine.sglang.api import ServerApi
+from agentrl.engine.sglang.loaded_adapters import LoadedAdapter, LoadedAdapters
 from agentrl.engine.sglang.protocol import (
-    LoadedAdapter,
     add_images,
     check_prompt,
     concatenate,
@@ -113,15 +113,12 @@ class SGLangEngine:
         self._model_dir = model_dir
         self._router = router
         self._serves_adapters = serves_adapters
-        self.adapters: dict[str, LoadedAdapter] = {}
-        """what the server has of each of several adapters"""
-        self._former: dict[str, LoadedAdapter] = {}
-        """what it had before; requests that wait in front of its scheduler may still name it"""
-        self._loads = 0
         self._first_version = policy_version
         self._decode: Decode | None = None
         self._generate_timeout_s = generate_timeout_s
         self._client_id, self._requests_sent = uuid.uuid4().hex, 0
+        self.adapters = LoadedAdapters(self._client_id[:8])
+        """what the server has of each of several adapters"""
         self._flights: set[_Flight] = set()
         self._in_server, self._last_response = 0, 0.0
         """requests that the server has, and when it last responded or had none"""
@@ -144,7 +141,7 @@ class SGLangEngine:
     @property
     def lacks_adapters(self) -> bool:
         """The server was started again and has none of several adapters, whatever its version says."""
-        return self._serves_adapters and not self.adapters
+        return self._serves_adapters and not self.adapters.current
 
     @property
     def paused(self) -> bool:
@@ -182,7 +179,7 @@ class SGLangEngine:
                 "--lora-target-modules",
                 "engine: no adapters",
             )
-        self.adapters, self._former = {}, {}
+        self.adapters.forget()
         self._asleep = False
         self.starts += 1
 
@@ -409,21 +406,11 @@ class SGLangEngine:
     async def load_adapters(self, adapters: Mapping[str, tuple[int, Path]], policy_version: int) -> None:
         """Make the server load adapters, by name, from folders of peft that it can read, and serve `policy_version`. It stays paused.
 
-        Each version has another name at the server, so that no request can be answered by another version.
-
         Raises:
             EngineFailure: the server refused one.
         """
         await self.begin_weights()
-        for name, (version, folder) in adapters.items():
-            self._loads += 1
-            new = LoadedAdapter(version, f"{name}-{version}-{self._client_id[:8]}-{self._loads}")
-            await self.api.command("/load_lora_adapter", {"lora_name": new.name, "lora_path": str(folder)})
-            if (former := self._former.pop(name, None)) is not None:
-                await self.api.command("/unload_lora_adapter", {"lora_name": former.name})
-            if (before := self.adapters.get(name)) is not None:
-                self._former[name] = before
-            self.adapters[name] = new
+        await self.adapters.load(self.api, adapters)
         body = {"new_version": str(policy_version), "abort_all_requests": False}
         await self.api.command("/update_weight_version", body)
         await self._set_version(policy_version)
@@ -434,12 +421,13 @@ class SGLangEngine:
         Raises:
             EngineFailure: nothing.
         """
-        if adapter not in self.adapters:
+        has = self.adapters.current
+        if adapter not in has:
             raise EngineFailure(
-                f"the request names the adapter {adapter!r}; {self.address} has {', '.join(self.adapters) or 'none'}",
+                f"the request names the adapter {adapter!r}; {self.address} has {', '.join(has) or 'none'}",
                 "unknown adapter",
             )
-        return self.adapters[adapter]
+        return has[adapter]
 
     async def begin_weights(self, *, bracket: bool = False) -> None:
         """Pause and abort the requests in flight. `bracket`: announce weights by tensors or by a group, if the server's version requires it."""

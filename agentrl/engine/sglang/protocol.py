@@ -10,7 +10,7 @@ import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -94,14 +94,6 @@ class ServerFacts:
             deterministic=bool(info.get("enable_deterministic_inference")),
             context_length=min(lengths, default=None),
         )
-
-
-class LoadedAdapter(NamedTuple):
-    """A version of an adapter at a server."""
-
-    version: int
-    name: str
-    """the server's"""
 
 
 def check_version(version: str, whose: str, advice: str) -> None:
