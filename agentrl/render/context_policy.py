@@ -163,17 +163,19 @@ def _check_request(request: SummaryRequest) -> None:
             raise ContractError(f"{name} of a summary must be an integer of at least {least}, found {value!r:.80}")
 
 
-def _check_bounds(above: Any, **counts: Any) -> None:
-    """Refuse arguments that no policy can work with.
+def _check_bounds(above: Any, keep: Any = 1, characters: Any = 0) -> None:
+    """Refuse arguments that no policy can work with. At least one turn is kept: the newest observation is of the newest turn.
 
     Raises:
         ContractError: which argument is wrong.
     """
     if isinstance(above, bool) or not isinstance(above, (int, float)) or not 0 <= above <= 1:
         raise ContractError(f"above must be a share of the context from 0 to 1, found {above!r:.80}")
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ContractError(f"{name} of a context policy must be an integer of at least 0, found {value!r:.80}")
+    for name, value, least in (("keep", keep, 1), ("characters", characters, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ContractError(
+                f"{name} of a context policy must be an integer of at least {least}, found {value!r:.80}"
+            )
 
 
 def _split_old_turns(view: ContextView, keep: int, above: float) -> tuple[list[Message], list[Message]] | None:
@@ -195,7 +197,7 @@ class DropOldTurns:
     """
 
     keep: int = 4
-    """number of turns kept"""
+    """number of turns kept, at least 1"""
     above: float = 0.75
     """share of the limit"""
 
@@ -213,7 +215,7 @@ class TruncateOldResults:
     """Shorten the observations of all but the newest turns once the context exceeds a share of the limit."""
 
     keep: int = 2
-    """number of turns kept whole"""
+    """number of turns kept whole, at least 1"""
     characters: int = 200
     """kept of each older observation"""
     above: float = 0.75
@@ -241,7 +243,7 @@ class Summarise:
     write: Callable[[Sequence[Message]], str | Awaitable[str]]
     """returns the summary of the old turns' messages; may call a model"""
     keep: int = 2
-    """number of turns kept"""
+    """number of turns kept, at least 1"""
     above: float = 0.75
     """share of the limit"""
 

@@ -463,7 +463,9 @@ def test_arguments_that_cannot_work_are_refused(args, message):
 
 
 @pytest.mark.parametrize("name", ["drop_old_turns", "truncate_old_results"])
-@pytest.mark.parametrize("args", [{"keep": -1}, {"keep": "x"}, {"keep": True}, {"above": 1.5}, {"above": "half"}])
+@pytest.mark.parametrize(
+    "args", [{"keep": -1}, {"keep": 0}, {"keep": "x"}, {"keep": True}, {"above": 1.5}, {"above": "half"}]
+)
 def test_arguments_that_no_policy_can_use_are_refused(name, args):
     with pytest.raises(ConfigError, match=f"{name}: {next(iter(args))} .*must be"):
         resolve_context_policy(name, args)
