@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from agentrl.config.credentials import FILE, resolve, separate
 from agentrl.config.describe import describe_bounds, describe_type, is_optional
 from agentrl.config.rules import check, with_servers
-from agentrl.config.settings import FIELDS, SECTIONS, TABLES, Config, field_infos
+from agentrl.config.settings import FIELDS, NONES, SECTIONS, TABLES, Config, field_infos
 from agentrl.core.redaction import remember
 from agentrl.errors import ConfigError, suggest
 
@@ -42,6 +42,7 @@ def read_toml(path: Path) -> Layer:
     except RecursionError as e:
         raise ConfigError(f"{path}: arrays or tables are nested too deep") from e
     layer: Layer = {}
+    nones = data.pop(NONES, [])
     for section, body in resolve(data, path.with_name(FILE)).items():
         if section in FIELDS and section not in SECTIONS:
             raise ConfigError(f"{path}: {section!r} is outside any section; it belongs in [{FIELDS[section]}]")
@@ -61,7 +62,31 @@ def read_toml(path: Path) -> Layer:
                 )
                 raise ConfigError(f"{path}: unknown key {key!r} in [{section}]{advice}")
             layer[key] = value
+    _set_nones(layer, nones, path)
     return layer
+
+
+def _set_nones(layer: Layer, places: Any, path: Path) -> None:
+    """Set what a file lists under NONES.
+
+    Raises:
+        ConfigError: an entry is not a place inside a table of the file.
+    """
+    for place in places if isinstance(places, list) else [places]:
+        inner: Any = layer
+        try:
+            *outer, last = place
+            for key in outer:
+                inner = inner[key]
+            known = outer and isinstance(inner, dict) and isinstance(last, str) and last not in inner
+        except (TypeError, ValueError, LookupError):
+            known = False
+        if not known:
+            raise ConfigError(
+                f'{path}: {NONES!r} must list places inside tables of this file where a value is None, such as ["env_args", "limit"]; '
+                f"found {place!r:.80}"
+            )
+        inner[last] = None
 
 
 def build_config(*layers: Layer, base: Layer | None = None) -> Config:

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import tomllib
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,9 @@ from pydantic import ValidationError
 
 from agentrl.cli.flags import complete_switches
 from agentrl.config import FIELDS, SECTIONS, Config, EnvSettings, RunSettings, TrainSettings, build_config, read_toml
-from agentrl.config.describe import describe_bounds, plain_type
+from agentrl.config.describe import describe_bounds, is_optional, plain_type
 from agentrl.config.paths import anchor
-from agentrl.config.settings import ESTIMATOR_NAMES, field_infos
+from agentrl.config.settings import ESTIMATOR_NAMES, TABLES, field_infos
 from agentrl.data.data_files import load_tasks
 from agentrl.env import make_env_class
 from agentrl.errors import ConfigError
@@ -317,7 +318,7 @@ SOME = st.fixed_dictionaries(
         "tensorboard": st.booleans(),
         "env_args": st.dictionaries(
             st.text("ab", min_size=1),
-            st.integers().filter(lambda i: abs(i) < 2**60) | st.text(max_size=3) | st.lists(st.booleans()),
+            st.none() | st.integers().filter(lambda i: abs(i) < 2**60) | st.text(max_size=3) | st.lists(st.booleans()),
         ),
         "reward": st.lists(st.text("xy=1", min_size=1), max_size=3),
         "eval_interval": st.integers(0, 50),
@@ -336,6 +337,61 @@ def test_to_toml_reads_back_equal(tmp_path_factory, layer):
     config = build_config(layer)
     again = build_config(read_toml(toml(tmp_path_factory.mktemp("c"), config.to_toml())))
     assert again == config
+
+
+TABLE_OF_NONES = {
+    "a": None,
+    "b": {"c": None, "d": 1, "e.f": None},
+    "g": [{"h": None, "i": [{"j": None}]}, 2],
+    "k": "none",
+}
+
+
+def read_back(folder, config):
+    return build_config(base=read_toml(toml(folder, config.to_toml())))
+
+
+@pytest.mark.parametrize("name", [n for n, info in INFOS.items() if is_optional(info.annotation) and not info.exclude])
+def test_a_setting_of_none_is_read_back(tmp_path, name):
+    section = getattr(Config(), FIELDS[name])
+    config = dataclasses.replace(Config(), **{FIELDS[name]: dataclasses.replace(section, **{name: None})})
+    assert read_back(tmp_path, config) == config
+
+
+@pytest.mark.parametrize(
+    "name", [*TABLES, *(n for n, info in INFOS.items() if info.annotation == dict[str, Any] and n != "env_settings")]
+)
+@pytest.mark.parametrize("table", [{"limit": None}, TABLE_OF_NONES], ids=["one", "nested"])
+def test_none_inside_a_table_is_read_back(tmp_path, name, table):
+    config = build_config(base={"env": "x", "context_policy": "summarise", name: table})
+    again = read_back(tmp_path, config)
+    assert again == config
+    assert (getattr(again, name) if name in TABLES else getattr(getattr(again, FIELDS[name]), name)) == table
+
+
+def test_none_in_the_settings_of_one_of_several_environments_is_read_back(tmp_path):
+    config = build_config(base={"env": "a=1 b=1", "env_settings": {"a.env_args": {"limit": None}}})
+    assert read_back(tmp_path, config) == config
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        "3",
+        "[3]",
+        "['limit']",
+        "[['env_args']]",
+        "[['env_args', 'x']]",
+        "[['x', 'y']]",
+        "[['env_args', 'x', 'y']]",
+        "[['seed', 'x']]",
+    ],
+)
+def test_places_of_none_that_are_not_in_a_table_are_refused(tmp_path, places):
+    with pytest.raises(
+        ConfigError, match=r"must list places inside tables of this file where a value is None, such as"
+    ):
+        read_toml(toml(tmp_path, f"none = {places}\n[run]\nseed = 1\n[env]\nenv_args = {{ x = 1 }}\n"))
 
 
 def test_the_log_level_is_not_recorded():

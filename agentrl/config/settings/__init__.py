@@ -6,7 +6,7 @@ None or empty is explained in the text as "(default: …)". A string in `Annotat
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,9 @@ class Config:
         return redact(self.env.env or "") or Path(split_slice(self.data.prompt_data or "run")[0]).name.partition(".")[0]
 
     def to_toml(self, defaults: Container[str] | None = None, credentials: dict[str, Any] | None = None) -> str:
-        """The settings as TOML that `read_toml` reads back. Values of None are left out where None is the default.
+        """The settings as TOML that `read_toml` reads back.
+
+        Settings of None are left out where None is the default. What is None inside a table, for which TOML has no word, is listed under NONES.
 
         Args:
             defaults: names of the settings that are written although they are at their defaults; None: all of them. Sections in which nothing
@@ -88,7 +90,10 @@ class Config:
             credentials: receives the credentials, in whose place the text has references; see `agentrl.config.credentials`.
         """
         values = separate(_plain(self, defaults), {} if credentials is None else credentials)
-        return tomli_w.dumps(values if defaults is None else {k: v for k, v in values.items() if v or k in TABLES})
+        if defaults is not None:
+            values = {k: v for k, v in values.items() if v or k in TABLES}
+        nones = list(_nones(self))
+        return tomli_w.dumps({NONES: nones} | values if nones else values)
 
     def require_credentials(self) -> None:
         """Refuse references to credentials that are not there, as in a run folder that was received without them.
@@ -107,6 +112,9 @@ FIELDS: dict[str, str] = {f.name: section for section, cls in SECTIONS.items() f
 
 TABLES = ("megatron", "sglang")
 """Sections whose keys are another program's settings."""
+
+NONES = "none"
+"""The key of the places inside tables where a value is None: the setting's name, then the keys and indexes below it."""
 
 
 def field_infos(cls: type) -> dict[str, FieldInfo]:
@@ -128,8 +136,24 @@ def _plain(value: Any, defaults: Container[str] | None = None) -> Any:
             if (v is not None or default is not None)
             and (defaults is None or isinstance(value, Config) or name in defaults or v != default)
         }
-    if isinstance(value, tuple):
+    if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items() if v is not None}
     return value
+
+
+def _nones(config: Config) -> Iterator[list[str | int]]:
+    """The places of None inside the tables of a config."""
+    for name, section in (*FIELDS.items(), *((table, None) for table in TABLES)):
+        value = getattr(getattr(config, section), name) if section else getattr(config, name)
+        if isinstance(value, Mapping):
+            yield from _nones_in(value, name)
+
+
+def _nones_in(value: Any, *place: str | int) -> Iterator[list[str | int]]:
+    if value is None:
+        yield list(place)
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _nones_in(inner, *place, key)
