@@ -13,11 +13,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -74,9 +76,11 @@ class Forks:
         watch = threading.Thread(target=self.watch, args=[done])
         watch.start()
         job = {"words": [*map(str, words)], "ranks": ranks, "kill": kill, "record": record, "output": output}
-        answer = self.jobs.run(job)
-        done.set()
-        watch.join()
+        try:
+            answer = self.jobs.run(job)
+        finally:
+            done.set()
+            watch.join()
         seen = [json.loads(line[5:]) for line in answer["output"].splitlines() if line.startswith("SEEN ")]
         return answer | (seen[-1] if seen else {})
 
@@ -108,7 +112,15 @@ class Forks:
         """What the runs, which have ended, left in shared memory: weights, and what a process of theirs mapped (torch's and SGLang's files)."""
         return [*self.memory.iterdir(), *(file for file in self.mapped if file.exists())]
 
+    def end_runs(self):
+        """Kill what still runs, of a run that was interrupted; returns it."""
+        for pid in (running := self.running()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return running
+
     def close(self):
+        lasting(self.end_runs)
         self.jobs.close()
         shutil.rmtree(self.memory)
 
