@@ -16,7 +16,7 @@ from agentrl.cli.common import Commands, HelpFormatter, print_now
 from agentrl.cli.flags import BASIC, complete_switches
 from agentrl.cli.foreign_flags import own_names, split_unknown
 from agentrl.config import FIELDS
-from agentrl.core.machine_errors import ADVICE, machine_error
+from agentrl.core.machine_errors import machine_sentence
 from agentrl.core.redaction import remember_environment
 from agentrl.core.terminal_text import with_short_words
 from agentrl.errors import AgentRLError, ConfigError, StoreError, UsageError, suggest
@@ -76,12 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{name}: {e.strerror}: {e.filename!a:.60}; give a path that the file system can hold", sys.stderr
             )
             return 2
-        if (error := machine_error(e)) is None or error.errno is None:
+        if (sentence := machine_sentence(e)) is None:
             raise
-        place = f" ({error.filename})" if error.filename else ""
-        print_now(
-            f"{name}: {error.strerror}{place}; {ADVICE[error.errno]}; what was written before is complete", sys.stderr
-        )
+        print_now(f"{name}: {sentence}; what was written before is complete", sys.stderr)
         return 1
     return status
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 from agentrl.cli.common import Commands, print_now, require_no_more
 from agentrl.config import build_config, read_toml
+from agentrl.core.machine_errors import report_machine_errors
 from agentrl.errors import ConfigError, UsageError
 from agentrl.render import Tokenizer
 from agentrl.run.model_folder import model_folder
@@ -46,6 +48,7 @@ def run_view(args: argparse.Namespace, rest: list[str]) -> int:
 async def _serve(source: Any, port: int) -> None:
     from agentrl.view.page_server import start
 
+    report_machine_errors(asyncio.get_running_loop(), lambda text: print_now(f"agentrl view: {text}", sys.stderr))
     runner, port = await start(source, port)
     print_now(f"{source.path}: http://127.0.0.1:{port}/  (stop with Ctrl-C)")
     stop = asyncio.Event()

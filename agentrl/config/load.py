@@ -74,13 +74,14 @@ def _set_nones(layer: Layer, places: Any, path: Path) -> None:
     """
     for place in places if isinstance(places, list) else [places]:
         inner: Any = layer
+        last, known = None, False
         try:
             *outer, last = place
             for key in outer:
                 inner = inner[key]
             known = outer and isinstance(inner, dict) and isinstance(last, str) and last not in inner
         except (TypeError, ValueError, LookupError):
-            known = False
+            pass
         if not known:
             raise ConfigError(
                 f'{path}: {NONES!r} must list places inside tables of this file where a value is None, such as ["env_args", "limit"]; '

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
+from collections.abc import Callable
+from typing import Any
 
 ADVICE = {
     errno.ENOSPC: "free some space",
@@ -23,6 +26,30 @@ _CUT_SHORT = re.compile(r"inline_container.*unexpected pos")
 """what torch says when a file could not be written whole; it hides why"""
 _ANYWHERE = tuple(number for number in ADVICE if number not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES))
 """errors that mean the same wherever they arise"""
+
+
+def machine_sentence(error: BaseException) -> str | None:
+    """What the machine lacks and what the user can do, in words; None: it is not an error of the machine."""
+    if (found := machine_error(error)) is None or found.errno is None:
+        return None
+    place = f" ({found.filename})" if found.filename else ""
+    return f"{found.strerror}{place}; {ADVICE[found.errno]}"
+
+
+def report_machine_errors(loop: asyncio.AbstractEventLoop, report: Callable[[str], object]) -> None:
+    """Report in a sentence, once each, what the machine lacks while a server accepts connections; the server goes on."""
+    reported: set[str] = set()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        sentence = machine_sentence(error) if isinstance(error, OSError) else None
+        if sentence is None:
+            loop.default_exception_handler(context)
+        elif sentence not in reported:
+            reported.add(sentence)
+            report(f"{context['message']}: {sentence}")
+
+    loop.set_exception_handler(handle)
 
 
 def machine_error(error: BaseException) -> OSError | None:

@@ -52,6 +52,8 @@ class OpenGateway:
         self._by_key: dict[str, asyncio.Future[GatewaySession]] = {}
         self._episodes: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """raises why an episode could not be recorded, as when the disk is full"""
 
     async def play(self, episode: Episode) -> StopReason:
         """Serve one episode until its key is idle, or the gateway closes."""
@@ -102,12 +104,19 @@ class OpenGateway:
             self._opening[number] = key, opened
             task = asyncio.ensure_future(self._play(EpisodeSpec(Task(f"agent-{number}", ""), number, number)))
             self._episodes.add(task)
-            task.add_done_callback(self._episodes.discard)
+            task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(opened)
         except EnvFailure as e:
             self._by_key.pop(key, None)
             raise RequestError(503, str(e), "server_error") from e
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._episodes.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # it may be that nobody waits for it
 
     async def _play(self, spec: EpisodeSpec) -> None:
         self._record(await self.runner.run(spec))

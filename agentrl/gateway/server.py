@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +19,7 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from agentrl.errors import ConfigError
 from agentrl.gateway.anthropic_messages import MESSAGES
 from agentrl.gateway.known_requests import KnownRequests, to_json
 from agentrl.gateway.openai_chat import CHAT
@@ -116,7 +118,7 @@ class GatewayServer:
         """Listen.
 
         Raises:
-            OSError: the address is taken.
+            ConfigError: the address cannot be used.
         """
         server = web.Server(self._handle, access_log=None, keepalive_timeout=75.0, lingering_time=REST_S)
         self._runner = web.ServerRunner(server)
@@ -124,9 +126,12 @@ class GatewayServer:
         site = web.TCPSite(self._runner, self.host, self.port, backlog=4096)
         try:
             await site.start()
-        except OSError:
+        except OSError as e:
             await self._runner.cleanup()
-            raise
+            reason = os.strerror(e.errno) if e.errno else str(e)
+            raise ConfigError(
+                f"the gateway cannot listen on {self.host}:{self.port}: {reason}; choose another --gateway-port or --gateway-host"
+            ) from e
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:

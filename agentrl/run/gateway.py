@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import logging
 
 from agentrl.config import Config
+from agentrl.core.machine_errors import report_machine_errors
 from agentrl.errors import ConfigError
 from agentrl.gateway.open_gateway import OpenGateway
+from agentrl.gateway.server import GatewayServer
 from agentrl.run.components import Components
 from agentrl.run.rollouts import EpisodeRun
 from agentrl.run.run_log import Echo
 from agentrl.store.run_folder import settings_fingerprint
 from agentrl.types import Trajectory
 
+logger = logging.getLogger(__name__)
 
-async def serve_gateway(config: Config, *, echo: Echo = print) -> Path:
-    """Listen until the job is cancelled; returns the run folder, which holds an episode for each key that made requests."""
+
+async def serve_gateway(config: Config, *, echo: Echo = print) -> None:
+    """Listen until the job is cancelled. The run folder holds an episode for each key that made requests.
+
+    Raises:
+        ConfigError: the address cannot be used.
+        OSError, StoreError: an episode could not be recorded.
+    """
+    g = config.gateway
+    address = GatewayServer(g.gateway_host, g.gateway_port)
+    await address.start()  # whether it can be used is known before a run folder is created
+    await address.close()
     components = Components(config, trains=False)
     if components.envs:
         raise ConfigError("`agentrl gateway` records one environment; give one --env")
@@ -32,7 +45,6 @@ async def serve_gateway(config: Config, *, echo: Echo = print) -> Path:
                 f"episode {t.episode_id}: {len(t.turns)} turns, {t.sampled_tokens} tokens, {t.stop_reason.value}"
             )
 
-        g = config.gateway
         gateway = OpenGateway(
             runner,
             record,
@@ -41,6 +53,7 @@ async def serve_gateway(config: Config, *, echo: Echo = print) -> Path:
             idle_s=g.gateway_idle_s,
             most=config.rollout.concurrency,
         )
+        report_machine_errors(asyncio.get_running_loop(), logger.warning)
         await gateway.server.start()
         url, models = g.gateway_url or gateway.server.url, ", ".join(getattr(components.env_class, "models", ()))
         run.log.echo(
@@ -48,8 +61,7 @@ async def serve_gateway(config: Config, *, echo: Echo = print) -> Path:
             f"which ends after {g.gateway_idle_s:g} s without a request; recorded in {run.folder.path}"
         )
         try:
-            await asyncio.Event().wait()
+            await gateway.failed
         finally:
             await gateway.close()
             runner.close()
-    return run.folder.path

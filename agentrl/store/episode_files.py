@@ -64,6 +64,10 @@ class EpisodeWriter:
             self._append(record, line)
 
     def _append(self, record: dict[str, Any], line: bytes) -> None:
+        if not self._path.exists():  # writing to the open file would succeed, and be lost
+            raise StoreError(
+                f"{self._path} is gone while episodes are recorded in it; was it deleted? Start again with another --run"
+            )
         frame = self._compressor.compress(line)
         self._file.write(frame)
         self._file.flush()
@@ -93,7 +97,7 @@ class EpisodeWriter:
         self._index.close()
 
     def _open(self) -> None:
-        path = self.folder / f"{self._number:06d}.jsonl.zst"
+        self._path = path = self.folder / f"{self._number:06d}.jsonl.zst"
         self._file: BinaryIO = path.open("ab")
         try_lock(self._file)
         self._offset = self._file.tell()

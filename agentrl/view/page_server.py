@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from agentrl.core.machine_errors import machine_sentence
 from agentrl.errors import AgentRLError, StoreError
 from agentrl.store import encode
 from agentrl.view.run_list import RunList
@@ -107,6 +108,9 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = _problem(e.status, e.reason)
         except StoreError as e:
             response = _problem(200, str(e))  # status 200: for any other, browsers write an error to the console
+        except OSError as e:  # the server goes on
+            sentence = machine_sentence(e)
+            response = _problem(200 if sentence else 500, sentence or f"{type(e).__name__}: {e}")
         except (AgentRLError, ValueError, KeyError) as e:
             response = _problem(500, f"{type(e).__name__}: {e}")
     response.headers.update(HEADERS)

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.config import read_toml
 from agentrl.errors import StoreError, UsageError
 from agentrl.store.json_lines import read_json_lines
-from agentrl.view.run_source import RunSource
+from agentrl.view.run_source import RunSource, require_there
 
 OpenRun = Callable[[Path], RunSource]
 _CONFIG = "config.toml"
@@ -31,7 +31,12 @@ class RunList:
         self._opened: dict[str, RunSource] = {}
 
     def overview(self) -> dict[str, Any]:
-        """A row for each run, the one that was written last first."""
+        """A row for each run, the one that was written last first.
+
+        Raises:
+            StoreError: the folder was deleted.
+        """
+        require_there(self.path)
         rows = [_row(folder) for folder in run_folders(self.path)]
         return {"name": self.path.resolve().name, "runs": sorted(rows, key=lambda row: -row["changed"])}
 
@@ -73,6 +78,6 @@ def _row(folder: Path) -> dict[str, Any]:
         "turns": last.get("turns"),
         "failures": sum(line.get("failures", 0) for line in rollouts),
         "finished": (folder / "summary.json").exists(),
-        "changed": max(f.stat().st_mtime for f in (metrics, folder) if f.exists()),
+        "changed": max((f.stat().st_mtime for f in (metrics, folder) if f.exists()), default=0.0),
         "problem": problem,
     }

@@ -27,6 +27,16 @@ MAX_POINTS = 2000
 """Lines of metrics in one response; a longer file is sampled at equal distances."""
 
 
+def require_there(path: Path) -> None:
+    """Refuse to show what is no longer there as if nothing had been written since.
+
+    Raises:
+        StoreError: the path does not exist.
+    """
+    if not path.exists():
+        raise StoreError(f"{path} is gone; was it deleted? Restore it, or stop this command")
+
+
 class RunSource:
     """A run that the page shows, complete or still being written."""
 
@@ -46,7 +56,12 @@ class RunSource:
         self._folder = path if path.is_dir() and (path / "config.toml").exists() else None
 
     def refresh(self) -> None:
-        """Read what was written since, at most twice a second."""
+        """Read what was written since, at most twice a second.
+
+        Raises:
+            StoreError: the run was deleted.
+        """
+        require_there(self.path)
         if time.monotonic() - self._refreshed > _REFRESH_S:
             self.recording.refresh()
             self._refreshed = time.monotonic()

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import resource
+import socket
 from contextlib import suppress
 
 import aiohttp
@@ -10,12 +12,13 @@ from doubles import make_runner, until
 from gateway_agents import NotingGenerator, check_laws, check_replay
 
 from agentrl.config import build_config
+from agentrl.errors import ConfigError
 from agentrl.gateway import AgentEnv
 from agentrl.gateway.driver import GatewayDriver
 from agentrl.gateway.open_gateway import OpenGateway
 from agentrl.run.gateway import serve_gateway
-from agentrl.store import read_episodes
-from agentrl.types import StopReason
+from agentrl.store import EpisodeWriter, Recording, read_episodes
+from agentrl.types import EpisodeSpec, StopReason, Task
 
 
 async def ask(http, gateway, key, text="hello"):
@@ -45,6 +48,41 @@ async def test_each_key_is_an_episode_that_ends_when_it_is_idle_or_the_gateway_c
     for t in recorded:
         check_laws(t, runner.engine.given[: len(t.turns)])
         await check_replay(runner, t)
+
+
+async def test_an_episode_that_cannot_be_recorded_ends_the_gateway_and_those_before_stay(hermes, tmp_path):
+    writer = EpisodeWriter(tmp_path / "episodes")
+    runner = make_runner(AgentEnv, NotingGenerator(hermes, ["one"]), hermes, driver=GatewayDriver(AgentEnv))
+    gateway = OpenGateway(runner, writer.write, host="127.0.0.1", port=0, idle_s=0.05, most=2)
+    await gateway.server.start()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with aiohttp.ClientSession() as http:
+        assert await ask(http, gateway, "a") == 200
+        await until(lambda: len(Recording(tmp_path).episodes) == 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (writer.position()[1] + 100, limit[1]))
+        try:
+            assert await ask(http, gateway, "b") == 200
+            with pytest.raises(OSError, match="File too large"):
+                await asyncio.wait_for(gateway.failed, 60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        await gateway.close()
+    (t,) = read_episodes(tmp_path / "episodes")
+    assert len(t.turns) == 1
+
+
+async def test_an_address_that_is_taken_is_refused_before_a_run_folder_is_created(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = {"env": "agentrl.gateway:AgentEnv", "hf_checkpoint": "search_r1_3m", "run": str(tmp_path / "run")}
+        config = build_config(settings, {"gateway_port": port})
+        says = f"the gateway cannot listen on 127.0.0.1:{port}: Address already in use; choose another --gateway-port"
+        with pytest.raises(ConfigError, match=says):
+            await serve_gateway(config, echo=lambda _: None)
+        runner = make_runner(AgentEnv, None, None, driver=GatewayDriver(AgentEnv, port=port))
+        with pytest.raises(ConfigError, match=says):  # not a failure of the episode, after which others would be tried
+            await runner.run(EpisodeSpec(Task("a", ""), 0, 0))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -274,6 +274,16 @@ def test_a_missing_file_is_an_error(tmp_path):
         list(read_records(tmp_path / "none"))
 
 
+def test_an_episode_is_not_written_into_a_file_that_was_deleted(tmp_path):
+    writer = EpisodeWriter(tmp_path)
+    writer.write(trajectory(index=0))
+    next(tmp_path.glob("*.zst")).unlink()
+    with pytest.raises(
+        StoreError, match=r"000000\.jsonl\.zst is gone while episodes are recorded in it; was it deleted\?"
+    ):
+        writer.write(trajectory(index=1))
+
+
 def test_truncate_restores_a_position(tmp_path, monkeypatch):
     monkeypatch.setattr("agentrl.store.episode_files.ROTATE_BYTES", 1200)
     writer = EpisodeWriter(tmp_path)

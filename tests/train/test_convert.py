@@ -1,6 +1,9 @@
 """`agentrl convert` between Hugging Face folders and checkpoints of the trainer."""
 
+import errno
 import json
+import os
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,6 +14,7 @@ from test_megatron import read, start
 from agentrl.cli.main import main
 from agentrl.core.weights_fingerprint import fingerprint
 from agentrl.train.base import LossConfig
+from agentrl.train.megatron import convert
 
 
 @pytest.mark.full
@@ -62,3 +66,28 @@ def test_what_cannot_be_converted_is_refused_before_anything_starts(tmp_path, mo
     assert main(["convert", *words]) == 2
     assert what in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_model_does_not_appear_without_its_adapters(tmp_path, monkeypatch, capsys):
+    class Trainer:
+        def load(self, path):
+            pass
+
+        def export_weights(self, path):
+            path.mkdir()
+            (path / "model.safetensors").touch()
+
+        def export_adapter(self, path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(convert, "_trainer", lambda *_: nullcontext(Trainer()))
+    monkeypatch.setattr(convert, "read_adapters", lambda _: {"rank": 1, "alpha": 1.0, "targets": ["q_proj"]})
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/.metadata").touch()
+    before = sorted(tmp_path.iterdir())
+    assert main(["convert", str(tmp_path / "checkpoint"), str(tmp_path / "new"), "--model", str(model)]) == 1
+    assert "agentrl convert: No space left on device" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

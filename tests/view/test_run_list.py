@@ -57,6 +57,12 @@ async def test_a_row_holds_the_last_metrics_and_rewards(client):
     assert not rows["<b>two & é"]["finished"]
 
 
+async def test_a_folder_that_is_deleted_while_it_is_shown_is_a_sentence(client, folder):
+    folder.rename(folder.with_name("away"))
+    answer = await (await client.get("/api/runs")).json()
+    assert answer["error"] == f"{folder} is gone; was it deleted? Restore it, or stop this command"
+
+
 async def test_each_run_has_its_page_and_its_answers(client):
     page = await (await client.get("/run/one/")).text()
     assert '<a href="../../">All runs</a>' in page

@@ -1,11 +1,18 @@
 """The server of the page: its responses, and the requests that it refuses."""
 
+import asyncio
+import errno
 import json
+import resource
+import socket
+from contextlib import contextmanager
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from doubles import until
 from viewruns import EVIL, WORDS, add_group, decode, make_run
 
+from agentrl.core.machine_errors import report_machine_errors
 from agentrl.errors import StoreError
 from agentrl.store import Recording, encode
 from agentrl.view.episode_detail import episode_detail, token_texts
@@ -178,6 +185,61 @@ async def test_it_listens_on_loopback_and_reports_a_port_in_use(tmp_path, writer
     with pytest.raises(StoreError, match="cannot be used"):
         await start(source, port)
     await runner.cleanup()
+
+
+async def test_a_run_that_is_deleted_while_it_is_shown_is_a_sentence_until_it_is_back(client, tmp_path):
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.rename(away)
+    for path in ("/api/state", "/api/run", "/api/episodes", "/api/episode?id=2-0"):
+        assert (await ask(client, path))["error"] == f"{run} is gone; was it deleted? Restore it, or stop this command"
+    away.rename(run)
+    assert (await ask(client, "/api/state"))["episodes"] == 12
+    (file,) = (run / "episodes").glob("*.zst")
+    file.unlink()
+    error = (await ask(client, "/api/episode?id=2-0"))["error"]
+    assert error.startswith(f"No such file or directory ({file}); ")
+    assert error.endswith("was it deleted meanwhile?")
+
+
+@contextmanager
+def descriptors(limit):
+    """At most so many of this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_without_free_descriptors_a_request_is_answered_with_a_sentence_and_the_next_is_served(client, tmp_path):
+    await ask(client, "/api/state")  # the connection stays open
+    with descriptors(3):
+        error = (await ask(client, "/api/episode?id=2-0"))["error"]
+    file = tmp_path / "run/episodes/000000.jsonl.zst"
+    assert error == f"Too many open files ({file}); raise the limit on open files (ulimit -n)"
+    assert (await ask(client, "/api/episode?id=2-0"))["segments"]
+
+
+async def test_connections_that_cannot_be_accepted_are_one_sentence_and_served_later(client, capfd):
+    loop, said = asyncio.get_running_loop(), []
+    report_machine_errors(loop, said.append)
+    request = b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.socket() as waiting, socket.socket() as leaves:
+        waiting.setblocking(False)
+        with descriptors(3):
+            for each in (waiting, leaves):
+                each.setblocking(False)
+                await loop.sock_connect(each, (client.host, client.port))
+                await loop.sock_sendall(each, request)
+            await until(lambda: said)
+            leaves.close()
+        async with asyncio.timeout(10):
+            assert (await loop.sock_recv(waiting, 1000)).startswith(b"HTTP/1.1 200 OK")
+    reason = "socket.accept() out of system resource: Too many open files; raise the limit on open files (ulimit -n)"
+    assert said == [reason]
+    loop.call_exception_handler({"message": "another fault", "exception": OSError(errno.EPIPE, "odd")})
+    assert said == [reason], "what is not the machine's is reported as before"
 
 
 async def test_results_of_replay_and_rescore_are_shown(client, tmp_path):

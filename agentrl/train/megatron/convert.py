@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import LoraSettings
+from agentrl.core.atomic_write import new_folder
 from agentrl.errors import ConfigError
 from agentrl.train.megatron.checkpoint_model import read_adapters
 from agentrl.train.megatron.megatron_settings import check_trainer
@@ -48,9 +49,11 @@ def write_hugging_face(checkpoint: Path, model: Path, target: Path, dtype: str) 
     adapters = read_adapters(checkpoint)
     with _trainer(model, dtype, _settings(adapters)) as trainer:
         trainer.load(checkpoint)
-        trainer.export_weights(target)
-        if adapters is not None:
-            trainer.export_adapter(target / "adapter")
+        with new_folder(target) as folder:  # so that the weights do not appear without the adapters
+            folder.rmdir()
+            trainer.export_weights(folder)
+            if adapters is not None:
+                trainer.export_adapter(folder / "adapter")
 
 
 def _settings(adapters: dict[str, Any] | None) -> LoraSettings:
