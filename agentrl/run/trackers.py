@@ -6,6 +6,7 @@ Each package is imported when it is asked for. A tracker gets every line of metr
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from agentrl.config import Config
 from agentrl.errors import ConfigError
 
 Metrics = Mapping[str, float]
+_NOT_MLFLOWS = re.compile(r"[^\w.: -]")
 
 
 class Tracker(Protocol):
@@ -79,8 +81,9 @@ class MlflowTracker:
         module.log_text(config.to_toml(), "config.toml")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """See `Tracker.log`. MLflow's names have no `@`."""
-        self._module.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        """See `Tracker.log`. In MLflow's folders `reward` and `reward/em` exclude each other: names have dots, and `_` for odd characters."""
+        named = {_NOT_MLFLOWS.sub("_", n.replace("/", ".").replace("@", "_at_")): value for n, value in metrics.items()}
+        self._module.log_metrics(named, step=step)
 
     def close(self) -> None:
         """See `Tracker.close`."""

@@ -1,4 +1,4 @@
-"""A run killed with -9 and resumed equals one that was never killed: metrics, episodes and weights, to the bit (cases.md 31)."""
+"""A run killed with -9 and resumed equals one that was never killed: metrics, episodes and weights, to the bit."""
 
 import subprocess
 import sys

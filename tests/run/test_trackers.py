@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.run.report import Report
 from agentrl.run.trackers import require_trackers
 
-ROWS = [{"step": 0, "reward": 0.5, "eval/test/pass@2": 0.25}]
+ROWS = [{"step": 0, "reward": 0.5, "eval/test/pass@2": 0.25, "reward/<lambda>": 0.5}]
 SECONDS = {"rollout_s": 1.0}
 
 
@@ -55,7 +55,7 @@ def test_wandb_and_trackio_get_the_settings_and_every_row(tmp_path, monkeypatch,
     (begin, _, given), first, second, end = service.calls
     assert (begin, given["project"], given["name"], end[0]) == ("init", "mine", "run", "finish")
     assert 'env = "search_r1"' in given["config"]["config_toml"]
-    assert first[1] == ({"reward": 0.5, "eval/test/pass@2": 0.25, "rollout": 0},)
+    assert first[1] == ({"reward": 0.5, "eval/test/pass@2": 0.25, "reward/<lambda>": 0.5, "rollout": 0},)
     assert second[1][0]["rollout"] == 1
 
 
@@ -65,7 +65,10 @@ def test_mlflow_gets_the_settings_and_every_row(tmp_path, monkeypatch):
     played(tmp_path / "run", config("mlflow"))
     names = [name for name, _, _ in service.calls]
     assert names == ["set_experiment", "start_run", "log_text", "log_metrics", "log_metrics", "end_run"]
-    assert service.calls[3][1:] == (({"reward": 0.5, "eval/test/pass_at_2": 0.25},), {"step": 0})
+    assert service.calls[3][1:] == (
+        ({"reward": 0.5, "eval.test.pass_at_2": 0.25, "reward._lambda_": 0.5},),
+        {"step": 0},
+    )
 
 
 def test_a_tracker_without_its_package_is_refused_before_the_run(monkeypatch):
