@@ -2,16 +2,20 @@
 
     python benchmarks/gpu/async_two_cards.py --out DIR [--engine-pythonpath DIR] [--rollouts 20] [--latency 0.4]
 
-The trainer has the first GPU, the server the second. Two runs of `agentrl train` on the embedded policy differ in --schedule alone; a search takes
-lognormal time (median --latency seconds, sigma 1.0), the same draws in both (benchmarks/async_learning.py). Seconds per rollout are those between
-the lines that the runs print, from the third rollout on, with checkpoints and weight updates. After the asynchronous run a trainer loads the
-checkpoints of the versions at which generations were interrupted. It scores the tokens of these turns with the weights that sampled them, before
-and after the update, with those of the other version, and with those of a distant one. OUT/async_two_cards.json has the record {metric, value,
-baseline, card, formula, commit, command, date}.
+The trainer has the first GPU, the server the second. The policy is the embedded one with heads of twice the channels, which are 0 (`wider_heads`).
+Two runs of `agentrl train` differ in --schedule alone; a search takes lognormal time (median --latency seconds, sigma 1.0), the same draws in both
+(benchmarks/async_learning.py). Seconds per rollout are those between the lines that the runs print, from the third rollout on, with checkpoints and
+weight updates. After the asynchronous run a trainer loads the checkpoints of the versions at which generations were interrupted. It scores the
+tokens of these turns with the weights that sampled them, before and after the update, with those of the other version, and with those of a distant
+one. OUT/async_two_cards.json has the record {metric, value, baseline, card, formula, commit, command, date}.
+
+`--curves` compares the learning only: both runs at once, where one has its trainer the other has its server, so that seconds say nothing. Its record
+is OUT/async_two_cards_curves.json.
 
 The exit status is 1 if a check fails: speedup at least 2, synchronous utilisation at most 0.4, exact match within 0.05 of the synchronous run's, no
 exactness violations, some generations interrupted, and their log-probs at their own versions as close to the engine's as those of turns that were
-not interrupted (mean at most twice), and closer than at a distant version. A run that takes longer than --limit seconds is stopped. `--tiny` makes
+not interrupted (mean at most twice), and closer than at a distant version; with --curves, if the final exact match differs by more than 0.05 or an
+exactness violation was found. A run that takes longer than --limit seconds is stopped. `--tiny` makes
 four small rollouts on any machine that has SGLang, and checks the script alone.
 """
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import signal
@@ -28,6 +33,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 from mfu import gpu_record
+from safetensors.torch import load_file, save_file
 from sglang_cycle import FLAGS
 
 from agentrl.run.model_folder import ASSETS
@@ -51,6 +58,7 @@ FORMULA = (
     "synchronous run; log-prob differences: |trainer - engine| of the sampled tokens of interrupted turns"
 )
 SPEEDUP, UTILISATION, TOLERANCE = 2.0, 0.4, 0.05
+CURVE = ("curve", "rewards", "mismatch_mean", "said", "episodes", "exactness_violations", "failures")
 WARM_UP = 2
 """rollouts that are not timed"""
 NOISE = 2.0
@@ -61,7 +69,40 @@ SCHEDULES = {
     "sync": [],
     "async": ["--schedule", "async", "--use-tis", "--async-buffer-size", "GROUPS3", "--consumption-window", "GROUPS"],
 }
+EVALUATION = re.compile(r"^eval test after (\d+) rollouts:.*?\bem ([0-9.]+)")
 LINE = re.compile(r"^rollout\s+(\d+)\s+reward")
+
+
+def wider_heads(source: Path, target: Path) -> Path:
+    """The policy with heads of twice the channels that computes the same: SGLang 0.5.17 does not start with 32 channels a head on a GPU.
+
+    The new channels are 0, and stay 0 in training: each factor of their gradients is. A pair of channels that is rotated together moves to where
+    twice the channels have its frequency. The norm of a head divides by the root of the mean square, which is halved, so its weight is divided by
+    √2; scores are divided by the root of the channels, so the weight of the queries' norm is multiplied by √2 again.
+    """
+    config = json.loads((source / "config.json").read_text())
+    size, weights = config["head_dim"], load_file(source / "model.safetensors")
+    spread = torch.cat([torch.arange(size // 2) * 2, torch.arange(size // 2) * 2 + size])
+
+    def widen(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(0, (-1, size))
+        wide = heads.new_zeros(len(heads), 2 * size, *heads.shape[2:])
+        wide[:, places] = heads
+        return wide.flatten(0, 1)
+
+    for name, x in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")):
+            weights[name] = widen(x, spread)
+        elif name.endswith("v_proj.weight"):
+            weights[name] = widen(x, torch.arange(size))
+        elif name.endswith("o_proj.weight"):
+            weights[name] = widen(x.mT, torch.arange(size)).mT.contiguous()
+        if name.endswith("k_norm.weight"):
+            weights[name] = weights[name] / 2**0.5
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config | {"head_dim": 2 * size}, indent=1) + "\n")
+    return target
 
 
 def flags(schedule: str, args: argparse.Namespace) -> list[str]:
@@ -69,7 +110,8 @@ def flags(schedule: str, args: argparse.Namespace) -> list[str]:
     groups, members = (2, 4) if args.tiny else (16, 8)
     words = ["--config", "envs/search_r1.toml", "--env", "benchmarks/async_learning.py:SlowSearch"]
     words += ["--env-arg", f"latency={args.latency}", "--run", str(args.out / schedule), "--engine", "sglang"]
-    words += ["--num-rollout", str(args.rollouts), "--eval-interval", str(args.rollouts), "--seed", str(args.seed)]
+    words += ["--hf-checkpoint", str(args.model)]
+    words += ["--num-rollout", str(args.rollouts), "--eval-interval", str(args.eval_interval), "--seed", str(args.seed)]
     words += ["--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(members), "--concurrency", "512"]
     words += ["--eval-limit", "4" if args.tiny else "200", "--actor-num-gpus-per-node", "1", "--tensorboard", "false"]
     words += ["--save-interval", "1", "--keep-checkpoints", "0"]
@@ -108,15 +150,17 @@ def gpu_utilisation(found: list[list[float]]) -> Iterator[None]:
             reader.join(5)
 
 
-def train(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
+def train(schedule: str, args: argparse.Namespace, cards_in_order: str | None = None) -> dict[str, Any]:
     """One run; its seconds per rollout, curve and utilisation."""
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": cards_in_order} if cards_in_order else {})
     shutil.rmtree(args.out / schedule, ignore_errors=True)
     command = [sys.executable, "-m", "agentrl.cli", "train", *flags(schedule, args)]
     print("$", *command[2:], flush=True)
     at: list[float] = []
     cards: list[list[float]] = [[] for _ in range(16)]
     lines: list[str] = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **output) as process:
         limit = threading.Timer(args.limit, process.send_signal, [signal.SIGTERM])
         limit.start()
         with gpu_utilisation(cards):
@@ -141,6 +185,7 @@ def train(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
         "gpu_utilisation": busy,
         "trainer_share": trainer_share(args.out / schedule),
         "exact_match": [summary["eval_em_first"], summary["eval_em_last"]],
+        "curve": [(int(n), float(em)) for line in lines for n, em in EVALUATION.findall(line)],
         "rewards": [round(row["reward"], 4) for row in metrics if "reward" in row],
         "mismatch_mean": [row["train/rollout_log_prob_diff_mean"] for row in metrics if "train/rollout_log_prob_diff_mean" in row],
         "said": [line for line in lines if line.startswith(("groups by", "of ", "the trainer worked"))],
@@ -215,7 +260,7 @@ def check_log_probs(run: Path, segments: Sequence[Segment], args: argparse.Names
     names = ("before", "after", "not interrupted", "the other version", "a distant version")
     found: dict[str, list[np.ndarray]] = {name: [] for name in names}
     dtype = "float32" if args.tiny else "bfloat16"
-    with MegatronTrainer(MODEL, dtype=dtype, run_dir=args.out, timeout_s=120.0) as trainer:
+    with MegatronTrainer(args.model, dtype=dtype, run_dir=args.out, timeout_s=120.0) as trainer:
         for version in chosen:
             trainer.load(folders[version])
             log_probs = trainer.log_probs([row for row, *_ in rows], trained_only=True)
@@ -254,6 +299,28 @@ def checks(runs: dict[str, Any], speedup: float, differences: dict[str, Any], co
     }
 
 
+def compare_curves(args: argparse.Namespace, out: Path) -> int:
+    """Both runs at once; writes the record of their curves."""
+    with ThreadPoolExecutor() as pool:
+        cards = {"sync": "0,1", "async": "1,0"} if torch.cuda.is_available() else dict.fromkeys(SCHEDULES)
+        jobs = {schedule: pool.submit(train, schedule, args, order) for schedule, order in cards.items()}
+        runs = {schedule: job.result() for schedule, job in jobs.items()}
+    sync, other = (runs[schedule]["exact_match"][1] for schedule in SCHEDULES)
+    violations = sum(run["exactness_violations"] for run in runs.values())
+    record = gpu_record(
+        f"exact match on 200 held-out questions after {args.rollouts} rollouts, asynchronous - synchronous, search_r1 with slow searches, SGLang",
+        round(other - sync, 4),
+        -TOLERANCE,
+        "difference of the last evaluations; both runs at once on two cards, so that their seconds say nothing",
+        args.commit,
+        exactness_violations=violations,
+        runs={schedule: {k: v for k, v in run.items() if k in CURVE} for schedule, run in runs.items()},
+    )
+    (out / "async_two_cards_curves.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+    return 0 if abs(other - sync) <= TOLERANCE and not violations else 1
+
+
 def main() -> int:
     """Run both, check, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -264,8 +331,9 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--latency", type=float, default=0.4, help="median seconds of a search")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a run is stopped")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run is stopped")
     parser.add_argument("--commit")
+    parser.add_argument("--curves", action="store_true", help="compare the learning only, both runs at once")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     result = (args.out / "async_two_cards.json").absolute()
@@ -274,6 +342,10 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     if args.tiny:
         args.rollouts, args.limit = 4, 600.0
+    args.eval_interval = max(1, args.rollouts // 4) if args.curves else args.rollouts
+    args.model = wider_heads(MODEL, args.out / "model")
+    if args.curves:
+        return compare_curves(args, result.parent)
     runs = {schedule: train(schedule, args) for schedule in SCHEDULES}
     found = interrupted(args.out / "async")
     differences = check_log_probs(args.out / "async", [segment for _, segment in found], args)
