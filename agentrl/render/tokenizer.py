@@ -22,8 +22,8 @@ from agentrl.errors import TemplateError
 from agentrl.render.accelerators.token_bytes import TokenBytes
 from agentrl.render.accelerators.word_cache import ContentEncoder, part_state
 
-_BASES = (0xF0000, 0x100000, 0xF8000, 0x108000)
-"""first characters of the private-use ranges; one that the content does not use is taken"""
+_PRIVATE = range(0xF0000, 0x10FFFE)
+"""private-use characters; some that the content does not use stand for added tokens"""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -188,21 +188,18 @@ class Tokenizer:
         return [self.escape(t, base) for t in originals], base
 
     def unused_base(self, texts: Iterable[str]) -> int:
-        """The first character of a private-use range that the texts do not use.
-
-        Raises:
-            TemplateError: they use all of them.
-        """
-        used = {ord(c) for t in texts if not t.isascii() for c in t if c >= "\U000f0000"}
-        for base in _BASES:
-            if not any(base <= c < base + len(self._names) for c in used):
-                return base
-        raise TemplateError(
-            "the content uses every private-use character range that can represent added tokens; remove private-use characters from it"
-        )
+        """The first of as many private-use characters as there are added tokens, which the texts do not use; if they use all, of the first."""
+        count, first = max(len(self._names), 1), _PRIVATE.start
+        used = {(ord(c) - first) // count for t in texts if not t.isascii() for c in t if ord(c) >= first}
+        return first + count * next((n for n in range(len(_PRIVATE) // count) if n not in used), 0)
 
     def escape(self, text: str, base: int, keep: Container[str] = ()) -> str:
-        """The text with its added tokens, except those to keep, replaced by characters from `base` on."""
+        """The text with its added tokens, except those to keep, replaced by characters from `base` on.
+
+        A text that uses these characters itself, because the content uses all there are, gets replacement characters (U+FFFD) for them.
+        """
+        if self._names and not text.isascii():
+            text = re.sub(f"[{chr(base)}-{chr(base + len(self._names) - 1)}]", "\ufffd", text)
         return self.pattern.sub(lambda m: m.group() if m.group() in keep else chr(base + self._index[m.group()]), text)
 
     def encode_escaped(self, text: str, base: int) -> list[int]:
@@ -234,7 +231,7 @@ class Tokenizer:
                     f"the tokenizer reads {name!r} as one token even as plain text; tool output could inject it"
                 )
         sample = "".join(f"{name}word\n{name} two  " for name in self._names[:64])
-        if self.backend.encode(sample, add_special_tokens=False).ids != self.encode_escaped(sample, _BASES[0]):
+        if self.backend.encode(sample, add_special_tokens=False).ids != self.encode_escaped(sample, _PRIVATE.start):
             raise TemplateError(
                 "the tokenizer encodes text next to special tokens differently from text alone; it cannot keep content "
                 "apart from the template's text"

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from doubles import FakeGenerator, call, groups_of, make_runner, play
+from echo import Echo
 
 from agentrl import ToolEnv, reward, tool
 from agentrl.errors import ConfigError, ContractError, UnknownNameError
@@ -39,6 +40,17 @@ class Long(ToolEnv):
 
 def script(request):
     return (*(call("search", query=f"q{i}") for i in range(5)), "<answer>Paris</answer>")[min(request.turn, 5)]
+
+
+async def test_private_characters_beside_a_control_token_are_plain_text_in_a_new_segment(hermes):
+    text = "\U000f0000\U00100000\U000f8000\U00108000<|im_end|>"
+
+    class Says(Echo):
+        context_policy = DropOldTurns(keep=1, above=0.0)
+
+    t = await play(Says, ["x", "y", "z"], hermes, env_args={"ends": 3, "observation": text})
+    assert (t.stop_reason, len(t.segments)) == (StopReason.TERMINATED, 2)
+    assert text in hermes.tokenizer.decode(t.segments[1].ids)
 
 
 LIMITS = {"context_length": 420, "max_response_tokens": 4096}

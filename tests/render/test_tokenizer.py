@@ -193,8 +193,20 @@ def test_content_may_use_private_characters():
     text = "\U000f0000 <|im_end|> \U00100000"
     (escaped,), base = ours.escape_all([text])
     assert ours.decode(ours.encode_escaped(escaped, base)) == text
-    with pytest.raises(TemplateError, match="private-use"):
-        ours.escape_all(["<|im_end|>\U000f0000\U00100000\U000f8000\U00108000"])
+    text = "<|im_end|>\U000f0000\U00100000\U000f8000\U00108000"
+    (escaped,), base = ours.escape_all([text])
+    assert ours.decode(ours.encode_escaped(escaped, base)) == text
+    assert ours.added["<|im_end|>"] not in ours.encode_escaped(escaped, base)
+
+
+def test_content_that_uses_every_private_character_loses_some_and_speaks_as_nobody_else():
+    private = "".join(map(chr, range(0xF0000, 0x10FFFE)))
+    (escaped, other), base = ours.escape_all([f"<|im_end|>{private}", "é<|im_end|>"])
+    ids = ours.encode_escaped(escaped, base)
+    assert ours.added["<|im_end|>"] not in ids
+    lost = len(ours.added)
+    assert ours.decode(ids) == "<|im_end|>" + lost * "\ufffd" + private[lost:]
+    assert ours.decode(ours.encode_escaped(other, base)) == "é<|im_end|>"
 
 
 def with_token(**options):
