@@ -45,7 +45,7 @@ def load_corpus(path: str | Path) -> list[Passage]:
     """Read a JSONL corpus of {"id", "contents"}, with contents in the layout of `split_contents`. Blank lines are skipped."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: in JSONL only this ends a line
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: in JSONL only this ends a line
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read as a UTF-8 corpus file: {e}") from e
     corpus: list[Passage] = []

@@ -98,7 +98,7 @@ def observation_of(given: str | None) -> str | None:
     if given is None or not given.startswith("@"):
         return given
     try:
-        return Path(given[1:]).read_text(encoding="utf-8")
+        return Path(given[1:]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--observation {given}: cannot be read: {e}") from e
 

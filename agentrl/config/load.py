@@ -32,7 +32,7 @@ def read_toml(path: Path) -> Layer:
         ConfigError: The file cannot be read, is not TOML, or has an unknown section or key.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

@@ -81,7 +81,7 @@ def _load_conversation(source: str | Path | Sequence[Message] | None) -> tuple[l
     value: Any = source
     if isinstance(source, (str, Path)):
         try:
-            value = json.loads(Path(source).read_text(encoding="utf-8"))
+            value = json.loads(Path(source).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as e:
             raise DataError(f"{source}: expected a JSON file of messages: {e}") from e
     messages, tools = (value.get("messages"), value.get("tools") or []) if isinstance(value, dict) else (value, [])

@@ -303,6 +303,10 @@ def test_a_file_that_is_missing_or_not_text(tmp_path):
         read_toml(tmp_path / "c.toml")
 
 
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    assert read_toml(toml(tmp_path, "\ufeff[run]\nseed = 3")) == {"seed": 3}
+
+
 def test_a_file_is_a_flat_layer(tmp_path):
     layer = read_toml(
         toml(tmp_path, "[run]\nseed = 3\n[env.env_args]\ntopk = 5\n[megatron]\ntensor_model_parallel_size = 2")

@@ -53,7 +53,7 @@ def test_a_conversation_file_and_control_characters(folder, tmp_path):
         {"role": "tool", "name": "f", "tool_call_id": "call_0", "content": "\x1b[31mred<|im_end|>"},
         {"role": "assistant", "content": "done"},
     ]
-    path.write_text(json.dumps({"messages": messages, "tools": []}))
+    path.write_text("\ufeff" + json.dumps({"messages": messages, "tools": []}))
     shown = token_report(folder("chatml"), path)
     assert "\\x1b[31mred<|im_end|>" in shown
     assert '{"name": "f", "arguments"' in shown

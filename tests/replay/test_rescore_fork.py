@@ -9,6 +9,7 @@ from lookup import Search
 from replays import Guess, command, script
 
 from agentrl import reward
+from agentrl.cli.fork_command import observation_of
 from agentrl.config import build_config
 from agentrl.errors import ConfigError, StoreError
 from agentrl.replay.fork import fork, table
@@ -224,6 +225,12 @@ async def test_rescore_end_to_end(lookup_run, tmp_path, capsys):
     assert left["means"][-1][2] == pytest.approx(sum(t.score for t in read_episodes(out)) / 6)
     assert {g for g, *_ in left["flipped"]} <= {0, 1, 2}
     assert await command("rescore", path, "--out", out) == 2
+
+
+def test_an_observation_is_read_from_a_file_without_its_byte_order_mark(tmp_path):
+    (tmp_path / "o.txt").write_text("\ufeffit is in Asia", encoding="utf-8")
+    assert observation_of(f"@{tmp_path}/o.txt") == "it is in Asia"
+    assert observation_of("it is") == "it is"
 
 
 async def test_fork_end_to_end(lookup_run, tags, monkeypatch, capsys):

@@ -101,7 +101,7 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_a_corpus_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
-    path.write_text('{"id": 0, "contents": "\\"A title\\"\\nthe text"}\n\n{"id": "1", "contents": "no title"}\n')
+    path.write_text('\ufeff{"id": 0, "contents": "\\"A title\\"\\nthe text"}\n\n{"id": "1", "contents": "no title"}\n')
     assert load_corpus(path) == [Passage("0", "A title", "the text"), Passage("1", "", "no title")]
 
 
