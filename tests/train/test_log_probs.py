@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 torch = pytest.importorskip("torch")
-from agentrl.train.megatron.log_probs import VocabShard, add_product, chunk_size, token_log_probs  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from agentrl.train.megatron.log_probs import VocabShard, add_product, chunk_size, parts, token_log_probs  # noqa: E402
 
 N, H, V = 13, 8, 37
 ONE_TOKEN, WHOLE = 1, 1 << 30
@@ -133,6 +135,35 @@ def test_a_chunk_fits_the_workspace():
     assert chunk_size(1000, hidden, 14 * 1000 * 10) == 10
     assert chunk_size(1000, hidden, 14 * 1000 * 600) == 512, "a multiple of 256"
     assert chunk_size(1000, hidden, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "largest", "want"),
+    [(6000, 2048, [2048, 2048, 1904]), (2100, 2048, [1280, 820]), (7, 3, [3, 3, 1]), (5, 9, [5])],
+)
+def test_chunks_are_few_and_of_about_equal_size(tokens, largest, want):
+    assert [part.stop - part.start for part in parts(tokens, largest)] == want
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_logits_of_one_chunk_are_kept(chunks):
+    """Of the products for each chunk (its logits, the same again, the gradient of the hidden states) one is left out once."""
+    hidden, weight, labels, temperature = inputs()
+    size = 12 // chunks
+    case = hidden[:12], weight.detach(), labels[:12], temperature[:12]
+    with FlopCounterMode(display=False) as counter:
+        results = token_log_probs(*case, VocabShard(size=V), workspace=size * V * 32)
+        results[0].sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    assert counts[torch.ops.aten.mm] == (3 * chunks - 1) * 2 * size * H * V
+
+
+def test_the_gradient_can_be_taken_twice():
+    case = inputs()
+    results = token_log_probs(*case, VocabShard(size=V), workspace=5 * V * 32)
+    first, second = (torch.autograd.grad(results[0].sum(), case[:2], retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_tokens_beyond_a_chunk_take_no_more_memory():

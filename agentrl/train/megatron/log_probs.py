@@ -5,9 +5,9 @@ With z = W h the logits of a token, T its temperature, x = z / T and p = softmax
     log p_y = x_y − log Σ_v exp x_v           ∂ log p_y / ∂x_v = [v = y] − p_v
     H = log Σ_v exp x_v − Σ_v p_v x_v          ∂ H / ∂x_v = −p_v (log p_v + H)
 
-Tokens are processed in chunks whose logits fit `WORKSPACE_BYTES`. The forward pass keeps three numbers per token; the backward pass computes
-the logits of a chunk again (those of a single chunk are kept). With tensor parallelism each rank has some columns of the vocabulary, and the
-ranks reduce a maximum and three sums per token, once per micro-batch.
+Tokens are processed in chunks whose logits fit `WORKSPACE_BYTES`. The forward pass keeps three numbers per token, and the logits of the last
+chunk; the backward pass begins with that chunk, and computes the logits of the others again. With tensor parallelism each rank has some columns
+of the vocabulary, and the ranks reduce a maximum and three sums per token, once per micro-batch.
 
 On a GPU with Triton, `torch.compile` makes one kernel of the statistics and one of the gradient of a chunk, so that logits are read and
 written in their own precision. Liger's fused linear cross entropy was the alternative: it computes the gradient in the forward pass, before a
@@ -16,7 +16,7 @@ policy loss knows its factors, on one rank and at one temperature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -100,21 +100,23 @@ class _LogProbs(torch.autograd.Function):
         column = torch.where(own, column, 0)
         chunk = chunk_size(shard.size, hidden, workspace)
         results, logits = [], None
-        for part in _parts(len(hidden), chunk):
+        for part in parts(len(hidden), chunk):
+            logits = None  # freed before the next chunk's are allocated
             logits = hidden[part] @ columns.t()
             results.append(statistics(logits, column[part], own[part], inverse_temperature[part]))
         peak, total, moment, picked = _combine(torch.cat(results, 1), own, shard)
         log_total = total.log()
         entropy = log_total - moment / total
-        kept = logits if len(results) == 1 else None
-        ctx.save_for_backward(hidden, weight, column, own, inverse_temperature, peak, total, entropy, kept)
+        ctx.save_for_backward(hidden, weight, column, own, inverse_temperature, peak, total, entropy)
+        ctx.logits = logits
         ctx.shard, ctx.chunk = shard, chunk
         ctx.set_materialize_grads(False)
         return picked - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, column, own, inverse_temperature, peak, total, entropy, kept = ctx.saved_tensors
+        hidden, weight, column, own, inverse_temperature, peak, total, entropy = ctx.saved_tensors
+        logits, ctx.logits = ctx.logits, None
         by_label, by_entropy = grads
         if by_label is None:
             by_label = torch.zeros_like(entropy)
@@ -122,15 +124,16 @@ class _LogProbs(torch.autograd.Function):
         columns = weight[: ctx.shard.size]
         hidden_grad = torch.empty_like(hidden)
         weight_grad = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
-        for part in _parts(len(hidden), ctx.chunk):
-            logits = hidden[part] @ columns.t() if kept is None else kept
+        for part in reversed(parts(len(hidden), ctx.chunk)):
+            if logits is None:
+                logits = hidden[part] @ columns.t()
             of_entropy = None if by_entropy is None else by_entropy[part]
             place = column[part], own[part], inverse_temperature[part]
-            grad = gradient(logits, *place, peak[part], total[part], entropy[part], by_label[part], of_entropy)
-            del logits
-            torch.mm(grad, columns, out=hidden_grad[part])
+            gradient(logits, *place, peak[part], total[part], entropy[part], by_label[part], of_entropy)
+            torch.mm(logits, columns, out=hidden_grad[part])
             if weight_grad is not None:
-                weight_grad.add(grad, hidden[part])
+                weight_grad.add(logits, hidden[part])
+            logits = None
         ctx.shard.reduce(hidden_grad)
         return hidden_grad, None if weight_grad is None else weight_grad.result(), None, None, None, None
 
@@ -138,13 +141,16 @@ class _LogProbs(torch.autograd.Function):
 def chunk_size(columns: int, hidden: Tensor, workspace: int) -> int:
     """The number of tokens whose logits, and what is computed from them, fit `workspace` bytes; at least 1."""
     size = hidden.element_size()
-    bytes_per_logit = 2 * size if _compiles(hidden.is_cuda) else size + 3 * _precision(hidden).itemsize
+    bytes_per_logit = size if _compiles(hidden.is_cuda) else size + 3 * _precision(hidden).itemsize
     rows = max(1, workspace // (columns * bytes_per_logit))
     return rows // _ROWS * _ROWS or rows
 
 
-def _parts(tokens: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
+def parts(tokens: int, chunk: int) -> list[slice]:
+    """The fewest chunks of at most `chunk` tokens, of about equal size."""
+    even = -(-tokens // -(-tokens // chunk))
+    size = min(chunk, -(-even // _ROWS) * _ROWS)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def _precision(x: Tensor) -> torch.dtype:
@@ -237,8 +243,8 @@ def _gradient(
     by_entropy: Tensor | None,
     *,
     fused: bool,
-) -> Tensor:
-    """The gradient of the logits, in their precision, from the gradients of log-probs and entropies."""
+) -> None:
+    """Replace logits by their gradient, from the gradients of log-probs and entropies."""
     p = logits.to(_precision(logits)) * inverse_temperature[:, None]
     p = ((p - peak[:, None]).exp() if fused else p.sub_(peak[:, None]).exp_()) / total[:, None]
     grad = p * -(by_label if by_entropy is None else by_label + by_entropy * entropy)[:, None]
@@ -249,7 +255,7 @@ def _gradient(
         grad = grad + torch.where(torch.arange(grad.shape[1], device=grad.device) == column[:, None], of_label, 0.0)
     else:
         grad.scatter_add_(1, column[:, None], of_label)
-    return (grad * inverse_temperature[:, None]).to(logits.dtype)
+    logits.copy_(grad * inverse_temperature[:, None])
 
 
 @cache
@@ -258,14 +264,14 @@ def _compiles(cuda: bool) -> bool:
 
 
 @cache
-def _kernels(cuda: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _kernels(cuda: bool) -> tuple[Callable[..., Tensor], Callable[..., None]]:
     """`_statistics` and `_gradient`, compiled where that is possible."""
     fused = _compiles(cuda)
 
     def statistics(*args: Any) -> Tensor:
         return _statistics(*args, fused=fused)
 
-    def gradient(*args: Any) -> Tensor:
-        return _gradient(*args, fused=fused)
+    def gradient(*args: Any) -> None:
+        _gradient(*args, fused=fused)
 
     return (torch.compile(statistics), torch.compile(gradient)) if fused else (statistics, gradient)
