@@ -27,14 +27,17 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_tokens(args: argparse.Namespace, rest: list[str]) -> int:
-    from agentrl.render.token_report import token_report
+    from agentrl.data.conversations import read_conversation
+    from agentrl.render.token_report import EXAMPLE, token_report
     from agentrl.run.model_folder import model_folder
 
     if rest:
         raise ConfigError(f"unknown flag {rest[0]}")
+    messages, tools = read_conversation(args.conversation) if args.conversation else (EXAMPLE, ())
     report = token_report(
         model_folder(args.model),
-        args.conversation,
+        messages,
+        tools,
         action_format=args.action_format,
         history=args.history_policy,
         width=args.width,

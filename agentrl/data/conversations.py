@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.data.message_form import normal_messages, normal_tools
-from agentrl.data.row_files import Row, read_rows
+from agentrl.data.row_files import Row, parse_json, read_rows
 from agentrl.errors import DataError, UsageError
 from agentrl.render import Renderer
 from agentrl.render.base import Pieces
@@ -87,6 +88,23 @@ def read_conversations(
         elif len(trajectory.turns) < turns:
             census.cut.append(row.where)
         yield trajectory
+
+
+def read_conversation(path: Path) -> tuple[tuple[Message, ...], list[dict[str, Any]]]:
+    """The messages and tools of one conversation: a JSON file of messages, or of {"messages", "tools"}.
+
+    Raises:
+        DataError: the file is not a conversation.
+    """
+    try:
+        value = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except (OSError, ValueError) as e:
+        raise DataError(f"{path}: expected a JSON file of messages: {e}") from e
+    messages, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (value, None)
+    try:
+        return normal_messages(messages), normal_tools(tools)
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from e
 
 
 def conversation_of(row: Row) -> tuple[Message, ...]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import DataError
 from agentrl.render.base import HistoryPolicy, Pieces
 from agentrl.render.delta_proof import DeltaProof
 from agentrl.render.families import make_renderer
@@ -41,7 +39,8 @@ _HISTORIES: tuple[tuple[str, list[Message]], ...] = (
 
 def token_report(
     model_dir: str | Path,
-    conversation: str | Path | Sequence[Message] | None = None,
+    messages: Sequence[Message] = EXAMPLE,
+    tools: Sequence[Mapping[str, Any]] = (),
     *,
     action_format: str | None = None,
     history: HistoryPolicy = "append",
@@ -52,7 +51,8 @@ def token_report(
 
     Args:
         model_dir: A model folder or hub id.
-        conversation: A JSON file of messages or of {"messages": …, "tools": …}, or messages. None: an example.
+        messages: The conversation.
+        tools: Schemas of its tools.
         action_format: A name of `FORMATS`. None: the family's own.
         history: What to do where the template rewrites history.
         width: Columns for text and ids.
@@ -63,35 +63,14 @@ def token_report(
 
     Raises:
         TemplateError: the model cannot be rendered.
-        DataError: the file is not a conversation.
     """
     tokenizer = Tokenizer.load(model_dir)
     images = images_of_model(model_dir, tokenizer.added)
     renderer = make_renderer(
         tokenizer, action_format, where=str(model_dir), history=history, images=images, **template_args
     )
-    messages, tools = _load_conversation(conversation)
     lines = (*_properties(renderer), "", *_proofs(renderer), "", *_conversation(renderer, messages, tools, width))
     return "\n".join(lines) + "\n"
-
-
-def _load_conversation(source: str | Path | Sequence[Message] | None) -> tuple[list[Message], list[Any]]:
-    if source is None:
-        return list(EXAMPLE), []
-    value: Any = source
-    if isinstance(source, (str, Path)):
-        try:
-            value = json.loads(Path(source).read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError) as e:
-            raise DataError(f"{source}: expected a JSON file of messages: {e}") from e
-    messages, tools = (value.get("messages"), value.get("tools") or []) if isinstance(value, dict) else (value, [])
-    if (
-        not isinstance(messages, (list, tuple))
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-        or not messages
-    ):
-        raise DataError(f"{str(source)[:80]}: expected a list of messages with a role and content")
-    return [dict(m) for m in messages], list(tools)
 
 
 def _properties(renderer: Renderer) -> Iterator[str]:

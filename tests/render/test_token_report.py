@@ -5,6 +5,7 @@ import json
 import pytest
 from template_models import tokenizer
 
+from agentrl.data.conversations import read_conversation
 from agentrl.errors import DataError, TemplateError
 from agentrl.render.token_report import token_report
 
@@ -54,7 +55,7 @@ def test_a_conversation_file_and_control_characters(folder, tmp_path):
         {"role": "assistant", "content": "done"},
     ]
     path.write_text("\ufeff" + json.dumps({"messages": messages, "tools": []}))
-    shown = token_report(folder("chatml"), path)
+    shown = token_report(folder("chatml"), *read_conversation(path))
     assert "\\x1b[31mred<|im_end|>" in shown
     assert '{"name": "f", "arguments"' in shown
     assert "\x1b" not in shown
@@ -67,10 +68,38 @@ def test_an_inline_format(folder):
 
 
 @pytest.mark.parametrize("content", ["{", "5", "[]", '[{"content": "x"}]', '{"messages": 5}'])
-def test_bad_conversations(folder, tmp_path, content):
+def test_bad_conversations(tmp_path, content):
     path = tmp_path / "talk.json"
     path.write_text(content)
-    with pytest.raises(DataError):
-        token_report(folder("chatml"), path)
+    with pytest.raises(DataError, match=f"^{path}: "):
+        read_conversation(path)
+
+
+def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(TemplateError):
         token_report(tmp_path)
+
+
+def test_a_conversation_is_read_in_the_form_of_data_files(folder, tmp_path):
+    """As APIs write it: no content, arguments as text, a result without a name, content in parts."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"q": 1}'}}
+    plain = [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {"q": 1}}}],
+        },
+        {"role": "tool", "name": "f", "tool_call_id": "c1", "content": "r"},
+        {"role": "assistant", "content": "done"},
+    ]
+    written = [
+        plain[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "r"},
+        {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
+    ]
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps({"messages": written, "tools": None}))
+    assert read_conversation(path) == (tuple(plain), [])
+    assert token_report(folder("chatml"), *read_conversation(path)) == token_report(folder("chatml"), plain)
