@@ -9,6 +9,13 @@ from agentrl.errors import ConfigError
 from agentrl.reward import reward
 from agentrl.types import Trajectory
 
+try:
+    from math_verify import parse, verify
+except ModuleNotFoundError as e:  # here, so that it is reported when the reward is named, before anything starts
+    raise ConfigError(
+        "the reward math needs the package math-verify; install it with: pip install 'agentrl[math]'"
+    ) from e
+
 _PROSE = re.compile(r"\$|\\boxed|(?<![\\A-Za-z])[A-Za-z]{3,}")
 """what shows that a text is more than one formula: dollar signs, a box, a word that is not a command of LaTeX"""
 
@@ -28,17 +35,7 @@ def math_correct(trajectory: Trajectory) -> float:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two texts are the same value. LaTeX needs no dollar signs.
-
-    Raises:
-        ConfigError: math-verify is not installed.
-    """
-    try:
-        from math_verify import parse, verify
-    except ModuleNotFoundError as e:
-        raise ConfigError(
-            "the reward math needs the package math-verify; install it with: pip install 'agentrl[math]'"
-        ) from e
+    """Whether two texts are the same value. LaTeX needs no dollar signs."""
 
     def values(text: str) -> list[Any]:
         # its own limits of time use signals, which only a main thread gets; the reward has one

@@ -1,15 +1,20 @@
 """Answers compared as mathematics, and rewards of form."""
 
 import asyncio
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from reward_server import episode as episode_of
 
+from agentrl.cli.main import main
 from agentrl.errors import ContractError
 from agentrl.reward import Scorer, resolve_rewards
 from agentrl.rewards.formats import matches, well_formed
 from agentrl.types import ParseError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("label", "answer", "score"), [
@@ -33,6 +38,23 @@ async def test_mathematics_is_compared_in_threads():
     scorer = Scorer(resolve_rewards(["math"]))
     scored = await asyncio.gather(*map(scorer.score, episodes))
     assert {t.score for t in scored} == {1.0}
+
+
+def test_a_missing_package_is_named_before_anything_starts(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, "agentrl.rewards.math_answers", raising=False)
+    model = [
+        "--model",
+        str(ROOT / "tests/recorded/model"),
+        "--rollout-max-context-len",
+        "256",
+        "--rollout-max-response-len",
+        "64",
+    ]
+    assert main(["train", "--env", "search_r1", "--reward", "math", *model, "--run", "run"]) == 2
+    assert "needs the package math-verify; install it with: pip install 'agentrl[math]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def broken(episode, turn):
