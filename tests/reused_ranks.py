@@ -16,13 +16,16 @@ from agentrl.train.megatron import rank_process
 from agentrl.train.megatron.rank_place import ConnectedRank
 from agentrl.train.megatron.rank_pool import RankPool, RankSetup
 
+TRAINERS = 12
+"""of a rank; each process group leaves a thread of gloo behind, which wakes up many times a second"""
+
 
 class RankStock:
     """The ranks that wait for their next trainer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.started = folder, 0
-        self.idle: list[tuple[ConnectedRank, Path]] = []
+        self.idle: list[tuple[ConnectedRank, Path, int]] = []
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -35,23 +38,27 @@ class RankStock:
 
 
 class ReusedRanks(RankPool):
-    """Ranks that stay when a trainer closes, except after a failure."""
+    """Ranks that stay when a trainer closes, except after a failure and after `TRAINERS` trainers."""
 
     def __init__(self, stock: RankStock, world: int) -> None:
         taken = [stock.idle.pop() for _ in range(min(world, len(stock.idle)))]
         stock.started += 1
+        self.stock, self.trainers = stock, [1] * (world - len(taken))
         super().__init__([NewRank()] * (world - len(taken)), stock.folder / str(stock.started), 1)
-        self.stock = stock
-        for process, log in taken:
+        for process, log, trainers in taken:
             self.processes.append(process)
             self.connections.append(process.connection)
             self.logs.append(log)
+            self.trainers.append(trainers + 1)
 
     def close(self, grace_s: float = 5.0) -> None:
-        if grace_s == 0:
-            super().close(grace_s)
-        self.stock.idle += zip(self.processes, self.logs, strict=False)
-        self.processes, self.connections = [], []
+        ranks = [] if grace_s == 0 else list(zip(self.processes, self.logs, self.trainers, strict=False))
+        kept = [rank for rank in ranks if rank[2] < TRAINERS]
+        self.stock.idle += kept
+        for process, *_ in kept:
+            self.processes.remove(process)
+            self.connections.remove(process.connection)
+        super().close(grace_s)
 
 
 class NewRank:
