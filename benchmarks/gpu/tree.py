@@ -1,13 +1,13 @@
 """Forward and backward over token trees against the same rows packed one by one, on one GPU, with the head and without the optimizer.
 
-    python benchmarks/gpu/tree.py --out DIR [--parts prompt turns] [--heads trained all] [--max-tokens 20480] [--steps 5] [--profile]
+    python benchmarks/gpu/tree.py --out DIR [--parts prompt turns] [--heads trained all] [--groups 2] [--max-tokens 20480] [--steps 5] [--profile]
 
-`prompt` is a group: 8 answers of 1,024 tokens to a prompt of 2,048. `turns` is an episode whose thinking is stripped from its history: 20 turns of
-400 tokens, of which the history keeps 320, after a prompt of 4,096; one row for each turn. The model has random weights in the shape of
-Qwen3-1.7B, bf16. Log-probs are computed for the trained tokens (the answers; what training does) or for all tokens. Both sides are our own
-trainer with the same settings except --tree-packing, run in turns in one process; the median counts. OUT/tree.json has a record {metric, value,
-baseline, card, formula, commit, command, date} for each, written after each. --profile prints the kernels that take longest. `--tiny` runs the same
-on any machine, which checks the script and measures nothing.
+`prompt` is two groups, which fill a micro-batch of trees: in each, 8 answers of 1,024 tokens to a prompt of 2,048. `turns` is an episode whose
+thinking is stripped from its history: 20 turns of 400 tokens, of which the history keeps 320, after a prompt of 4,096; one row for each turn. The
+model has random weights in the shape of Qwen3-1.7B, bf16. Log-probs are computed for the trained tokens (the answers; what training does) or for
+all tokens. Both sides are our own trainer with the same settings except --tree-packing, run in turns in one process; the median counts.
+OUT/tree.json has a record {metric, value, baseline, card, formula, commit, command, date} for each, written after each. --profile prints the kernels
+that take longest. `--tiny` runs the same on any machine, which checks the script and measures nothing.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ SHAPE = {
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 
 
-def prompt_rows(scale: int, vocab: int) -> list[np.ndarray]:
+def prompt_rows(scale: int, vocab: int, seed: int) -> list[np.ndarray]:
     """Tokens of 8 answers to one prompt."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     prompt = draw.integers(0, vocab, 2048 // scale)
     return [np.concatenate([prompt, draw.integers(0, vocab, 1024 // scale + 1)]) for _ in range(8)]
 
 
-def turn_rows(scale: int, vocab: int) -> list[np.ndarray]:
+def turn_rows(scale: int, vocab: int, seed: int) -> list[np.ndarray]:
     """Tokens of the segments of an episode of 20 turns whose thinking is stripped."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     history = draw.integers(0, vocab, (4096 + 20 * 320) // scale)
     prefixes = [history[: (4096 + turn * 320) // scale] for turn in range(20)]
     return [np.concatenate([prefix, draw.integers(0, vocab, 400 // scale + 1)]) for prefix in prefixes]
@@ -64,10 +64,10 @@ PARTS = {"prompt": (prompt_rows, 1024), "turns": (turn_rows, 400)}
 """Makes the rows; tokens that each row trains."""
 
 
-def make_rows(part: str, head: str, scale: int, vocab: int) -> list[Row]:
+def make_rows(part: str, head: str, scale: int, vocab: int, groups: int) -> list[Row]:
     make, trained = PARTS[part]
     rows = []
-    for number, tokens in enumerate(make(scale, vocab)):
+    for number, tokens in enumerate(tokens for group in range(groups) for tokens in make(scale, vocab, group)):
         weights = np.zeros(len(tokens), np.float32)
         weights[1 if head == "all" else -(trained // scale) :] = 1e-4
         zeros = np.zeros(len(tokens), np.float32)
@@ -174,7 +174,8 @@ def measure(args: argparse.Namespace, rank: Any, part: str, head: str) -> dict[s
     """Both sides, in turns."""
     import torch
 
-    rows = make_rows(part, head, 16 if args.tiny else 1, (TINY if args.tiny else SHAPE)["vocab_size"])
+    groups = args.groups if part == "prompt" else 1
+    rows = make_rows(part, head, 16 if args.tiny else 1, (TINY if args.tiny else SHAPE)["vocab_size"], groups)
     sides = [Side(rank, rows, args.max_tokens, tree=tree) for tree in (True, False)]
     for _ in range(WARM_UP + args.steps):
         for side in sides:
@@ -187,8 +188,9 @@ def measure(args: argparse.Namespace, rank: Any, part: str, head: str) -> dict[s
         print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=30, max_name_column_width=80))
     ratio = plain["tokens"] / tree["tokens"]
     shape = "tiny" if args.tiny else "Qwen3-1.7B shape, bf16"
+    case = f"{part} ({groups} group{'s' * (groups > 1)})" if part == "prompt" else part
     return gpu_record(
-        f"tree speedup, {part}, token ratio {ratio:.2f}, log-probs of {head} tokens, {shape}, forward and backward without optimizer",
+        f"tree speedup, {case}, token ratio {ratio:.2f}, log-probs of {head} tokens, {shape}, forward and backward without optimizer",
         round(plain["seconds"] / tree["seconds"], 3),
         plain,
         FORMULA,
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--heads", nargs="+", choices=["trained", "all"], default=["trained", "all"])
+    parser.add_argument("--groups", type=int, default=2, help="groups of `prompt`; `turns` is one episode")
     parser.add_argument("--max-tokens", type=int, default=20480, help="of a micro-batch, on both sides")
     parser.add_argument("--steps", type=int, default=5, help="timed runs of each side")
     parser.add_argument("--model", type=Path, default=Path("/tmp/tree-model"), help="where the random model is written")
