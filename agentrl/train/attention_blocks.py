@@ -18,6 +18,24 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Large:
+    """The rectangles that a kernel for long sequences computes (megatron/attention_kernels.py)."""
+
+    pairs: int
+    """of a query and a key, at least"""
+    multiple: int
+    """of which the number of keys is a multiple"""
+
+    def has(self, queries: int, keys: int) -> bool:
+        """Whether a rectangle of this size is one of them."""
+        return queries * keys >= self.pairs and keys % self.multiple == 0
+
+
+LARGE = Large(12 << 20, 512)
+"""For other numbers of keys, a large rectangle and the rest of the keys took as long as one rectangle of torch's flash kernel (H200)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Queries that attend to keys."""
 
@@ -36,7 +54,7 @@ class Call:
     """the queries and the keys of a block are the same tokens, and a query attends to the keys up to itself; otherwise to all"""
 
 
-def attention_calls(paths: Sequence[Path], local: Sequence[Range]) -> list[Call]:
+def attention_calls(paths: Sequence[Path], local: Sequence[Range], *, large: Large = LARGE) -> list[Call]:
     """The calls that compute the attention of the queries in the ranges `local`.
 
     Together, a query's blocks hold each of its ancestors and itself once. The first call is the causal one, and holds every query.
@@ -44,6 +62,7 @@ def attention_calls(paths: Sequence[Path], local: Sequence[Range]) -> list[Call]
     Args:
         paths: of a `TokenTree`.
         local: ranges of the layout, in order; the whole layout, or this context-parallel rank's part.
+        large: rectangles that are calls of their own.
 
     Example:
         >>> from agentrl.train.token_tree import token_tree
@@ -60,8 +79,14 @@ Call(blocks=(Block(queries=(3, 4), keys=(0, 2)),), causal=False)]
                 rectangles.append(Block(part, (path.start, part[0])))
     for block in _staircases(paths):
         rectangles += [Block(part, block.keys) for part in _clip(block.queries, local)]
+    groups = [[block] for block in rectangles if _is(block, large)]
+    groups += _disjoint([block for block in rectangles if not _is(block, large)])
     own.sort(key=lambda block: block.queries)
-    return [Call(tuple(own), True), *(Call(tuple(blocks), False) for blocks in _disjoint(rectangles))]
+    return [Call(tuple(own), True), *(Call(tuple(blocks), False) for blocks in groups)]
+
+
+def _is(block: Block, large: Large) -> bool:
+    return large.has(block.queries[1] - block.queries[0], block.keys[1] - block.keys[0])
 
 
 def _clip(span: Range, local: Sequence[Range]) -> list[Range]:

@@ -12,8 +12,12 @@ from test_megatron import check_gradients, check_log_probs, start
 from test_model_families import make
 from vision_models import Seeing, image_rows, make_vision_model, vision_model
 
+from agentrl.train.attention_blocks import Large, attention_calls
 from agentrl.train.base import LossConfig
-from agentrl.train.megatron.attention_kernels import Dense, Sequences, kernel_for
+from agentrl.train.megatron.attention_kernels import CudaFlash, Cudnn, Dense, LongSequences, Sequences, kernel_for
+from agentrl.train.megatron.gpu_kernels import merge_attention
+from agentrl.train.megatron.tree_attention import attention_plan, tree_attention
+from agentrl.train.token_tree import token_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SIZES = [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
@@ -79,15 +83,27 @@ def test_a_model_of_images_trains_in_bf16_and_its_vision_tower_survives_an_offlo
         assert losses[-1] < losses[4] < losses[0]
 
 
-@pytest.mark.parametrize("lengths", [(4096, 4096), (2500, 40, 1024, 2300, 1), (2060,)])
-def test_attention_of_long_and_short_sequences_equals_plain_matrices(lengths):
+@pytest.mark.parametrize(
+    ("causal", "lengths", "key_lengths"),
+    [
+        (True, (4096, 4096), (4096, 4096)),
+        (True, (2500, 40, 1024, 2300, 1), (2500, 40, 1024, 2300, 1)),
+        (True, (2060,), (2060,)),
+        (False, (7001,), (2048,)),
+        (False, (5500, 40, 1100, 7700, 1), (3072, 1024, 1300, 2048, 70)),
+    ],
+)
+def test_attention_of_long_and_short_sequences_equals_plain_matrices(causal, lengths, key_lengths):
     """cuDNN's and the flash kernel in bf16 against fp32; outputs, log-sum-exps and gradients."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(sum(lengths), heads, 128, device="cuda", generator=generator) for heads in (16, 8, 8, 16)
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    q, grad = (draw(sum(lengths), 16, 128) for _ in range(2))
+    k, v = (draw(sum(key_lengths), 8, 128) for _ in range(2))
+    starts = [
+        torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda() for x in (lengths, key_lengths)
+    ]
+    s = Sequences(
+        causal=causal, query_lengths=lengths, key_lengths=key_lengths, query_starts=starts[0], key_starts=starts[1]
     )
-    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    s = Sequences(causal=True, query_lengths=lengths, key_lengths=lengths, query_starts=starts, key_starts=starts)
     want = Dense().forward(q, k, v, s, 0.1)
     half = [x.bfloat16() for x in (q, k, v, grad)]
     kernel = kernel_for(half[0])
@@ -96,6 +112,49 @@ def test_attention_of_long_and_short_sequences_equals_plain_matrices(lengths):
     got_grads = kernel.backward(half[3], *half[:3], *got, s, 0.1)
     for g, w in zip((*got, *got_grads), (*want, *want_grads), strict=True):
         assert (g.float() - w).norm() <= 0.02 * w.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("width", [128, 80])
+def test_attention_is_merged_as_by_plain_torch(dtype, indexed, width):
+    """With many more programs than multiprocessors, so that a program that reads what another has written is found."""
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    out, other = draw(9001, 16, width).to(dtype), draw(5000, 16, width).bfloat16()
+    lse, other_lse = 20 * draw(16, 9001), (20 * draw(16, 5120))[:, :5000]
+    place = torch.randperm(9001, device="cuda")[:5000] if indexed else slice(3000, 8000)
+    want = out.float(), lse.clone()
+    merge_attention(*want, place, other.float(), other_lse)
+    merge_attention(out, lse, place, other, other_lse)
+    torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, want[0].to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "attach"),
+    [(4, (1700, 2200, 2700, 3200, 3700)), (16, (4096, 4600, 4700, 4800, 5000)), (16, (4096,) * 5)],
+    ids=["the flash kernel", "many calls", "two calls"],
+)
+def test_the_attention_of_a_tree_in_bf16_equals_that_in_fp32(heads, attach):
+    """Long and short branches of a long path, with rectangles for both kernels; outputs and gradients."""
+    history, lengths = np.arange(5000), (1200, 30, 1100, 500, 1300)
+    rows = [
+        np.concatenate([history[:n], 10000 * (i + 1) + np.arange(m)])
+        for i, (n, m) in enumerate(zip(attach, lengths, strict=True))
+    ]
+    tree = token_tree(rows)
+    n = len(tree.tokens)
+    plan = attention_plan(attention_calls(tree.paths, [(0, n)], large=Large(1 << 20, 512)), [(0, n)], "cuda")
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    inputs, grad = [draw(n, size, 128).bfloat16() for size in (heads, heads // 2, heads // 2)], draw(n, heads, 128)
+    kernel = LongSequences(CudaFlash(), Cudnn(), large=Large(1 << 20, 512))
+    results = []
+    for dtype, chosen in ((torch.float32, Dense()), (torch.bfloat16, kernel)):
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+        out = tree_attention(q, k, v, plan, 0.1, chosen)
+        results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), grad.bfloat16().to(dtype))))
+    for want, got in zip(*results, strict=True):
+        assert (got.float() - want).norm() <= 0.01 * want.norm()
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from agentrl.train.attention_blocks import attention_calls
+from agentrl.train.attention_blocks import Large, attention_calls
 from agentrl.train.megatron.attention_kernels import CpuFlash, CudaFlash, Dense, LongSequences, kernel_for
 from agentrl.train.megatron.tree_attention import attention_plan, context_ranges, tree_attention
 from agentrl.train.token_tree import token_tree
@@ -20,20 +20,20 @@ HEADS, GROUPS, DIM, SCALE = 4, 2, 8, 0.3
 class OneBy(Dense):
     """In place of cuDNN's kernel. Reads all queries and keys it is given, also those after the end of the sequence."""
 
-    def causal(self, q, k, v, scale):
-        return self.one(q, *(x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v)), True, scale)
+    def one(self, q, k, v, causal, scale):
+        return super().one(q, *(x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v)), causal, scale)
 
-    def causal_backward(self, grad, q, k, v, out, lse, scale):
+    def one_backward(self, grad, q, k, v, out, lse, causal, scale):
         k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
-        dq, *others = self.one_backward(grad, q, k, v, out, lse, True, scale)
+        dq, *others = super().one_backward(grad, q, k, v, out, lse, causal, scale)
         return dq, *(x.unflatten(1, (GROUPS, -1)).sum(2) for x in others)
 
 
 KERNELS = {
     "flash": CpuFlash(),
     "dense": Dense(),
-    "long": LongSequences(CpuFlash(), OneBy(), least=1, multiple=4),
-    "long and short": LongSequences(Dense(), OneBy(), least=4, multiple=3),
+    "long": LongSequences(CpuFlash(), OneBy(), least=1, rounding=4, large=Large(1, 2)),
+    "long and short": LongSequences(Dense(), OneBy(), least=4, rounding=5, large=Large(9, 3)),
 }
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=8).map(
     lambda rows: [np.array(r, int) for r in rows]
@@ -73,7 +73,7 @@ def test_a_tree_equals_its_rows(rows, share, size, kernel):
     pieces, places = [], []
     for rank in range(size):
         local = context_ranges(padded, rank, size)
-        plan = attention_plan(attention_calls(paths, local), local, "cpu")
+        plan = attention_plan(attention_calls(paths, local, large=Large(9, 3)), local, "cpu")
         mine = torch.cat([torch.arange(a, b) for a, b in local])
         pieces.append(tree_attention(q[mine], k, v, plan, SCALE, KERNELS[kernel]))
         places.append(mine)
@@ -88,15 +88,19 @@ def test_a_tree_equals_its_rows(rows, share, size, kernel):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+HISTORY = np.arange(60)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_precision_of_lower_dtypes(dtype):
-    """The merging is done in fp32: a tree of bf16 has the error of one rounding, not of one for each call."""
-    history = np.arange(60)
-    rows = [np.concatenate([history[: 3 * t + 3], 100 * (t + 1) + np.arange(5)]) for t in range(20)]
+@pytest.mark.parametrize("step", [0, 3], ids=["two calls", "many calls"])
+def test_the_precision_of_lower_dtypes(dtype, step):
+    """Partial results are added in fp32: a tree of bf16 has the error of one rounding, not of one for each call."""
+    rows = [np.concatenate([HISTORY[: step * t + 3], 100 * (t + 1) + np.arange(5)]) for t in range(20)]
     tree = token_tree(rows)
     q, k, v = (x.requires_grad_() for x in tensors(len(tree.tokens)))
     local = [(0, len(tree.tokens))]
     plan = attention_plan(attention_calls(tree.paths, local), local, "cpu")
+    assert plan.at_most_two == (step == 0)
     want = tree_attention(q, k, v, plan, SCALE)
     got = tree_attention(q.to(dtype), k.to(dtype), v.to(dtype), plan, SCALE)
     weight = torch.randn_like(want)
@@ -107,6 +111,41 @@ def test_the_precision_of_lower_dtypes(dtype):
         strict=True,
     ):
         assert (a.double() - b).norm() <= bound * b.norm()
+
+
+@pytest.mark.parametrize(("keys", "want"), [(8, [(True, 15, 15), (False, 12, 8)]), (9, [(True, 15, 15)]), (4, [])])
+def test_large_rectangles_go_to_the_kernel_for_long_sequences(keys, want):
+    """10 queries, extended to a multiple of 4, of which the number of keys must be one; a path of 14 tokens is extended to 15."""
+    asked = []
+
+    class Noted(OneBy):
+        def one(self, q, k, v, causal, scale):
+            asked.append((causal, q.shape[2], k.shape[2]))
+            return super().one(q, k, v, causal, scale)
+
+    rows = [np.concatenate([np.arange(keys), 100 * (t + 1) + np.arange(5)]) for t in range(3)]
+    tree = token_tree(rows)
+    local = [(0, len(tree.tokens))]
+    large = Large(80, 4)
+    plan = attention_plan(attention_calls(tree.paths, local, large=large), local, "cpu")
+    kernel = LongSequences(Dense(), Noted(), least=13, rounding=5, large=large)
+    tree_attention(*tensors(len(tree.tokens)), plan, SCALE, kernel)
+    assert asked == want
+
+
+def test_large_rectangles_are_calls_of_their_own():
+    """Of two trees, so that queries and keys are ranges and nothing is gathered."""
+    rows = [
+        np.concatenate([100 * tree + np.arange(8), 1000 * (t + 1) + np.arange(5)]) for tree in (1, 2) for t in range(3)
+    ]
+    tree = token_tree(rows)
+    local = [(0, len(tree.tokens))]
+    plan = attention_plan(attention_calls(tree.paths, local, large=Large(80, 4)), local, "cpu")
+    assert [(c.queries, c.keys) for c in plan.calls[1:]] == [
+        (slice(13, 23), slice(0, 8)),
+        (slice(36, 46), slice(23, 31)),
+    ]
+    assert plan.at_most_two
 
 
 def test_padding_of_any_length_gives_finite_numbers():

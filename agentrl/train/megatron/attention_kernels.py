@@ -1,6 +1,6 @@
 """Attention of many sequences in one call, forward and backward, with the log-sum-exp of every query: what merging partial attention needs.
 
-On a GPU in half precision, torch's variable-length flash kernel, and cuDNN's for long causal sequences on Hopper and later cards, where it takes
+On a GPU in half precision, torch's variable-length flash kernel, and cuDNN's for long sequences on Hopper and later cards, where it takes
 half the time (H200, 4,096 tokens); on the CPU, torch's flash kernel for each sequence; else plain matrices. The
 backward functions take the output and the log-sum-exp of the whole attention and the keys of one part of it, as in ring attention (Liu et al.
 2023): the probability of a key is exp(score − log-sum-exp), whichever part it is in.
@@ -8,9 +8,8 @@ backward functions take the output and the log-sum-exp of the whole attention an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import Protocol
 
@@ -18,14 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from agentrl.train.attention_blocks import LARGE, Large
+
 _aten = torch.ops.aten
 LONG = 2048
 """Causal sequences of at least this many tokens are computed by cuDNN, where it is used."""
-MULTIPLE = 256
+ROUNDING = 256
 """cuDNN compiles a plan for each length, so lengths are rounded up to this. It costs at most 1.3 times the work, at `LONG` tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequences:
     """Where sequences of queries and keys begin and end in packed tensors."""
 
@@ -76,9 +77,9 @@ class CudaFlash:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        state = _no_dropout(q.device, torch.uint64)
         grads: tuple[Tensor, Tensor, Tensor] = _aten._flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *self._starts(s), 0.0, s.causal, *no_dropout, scale=scale
+            grad, q, k, v, out, lse.contiguous(), *self._starts(s), 0.0, s.causal, state, state, scale=scale
         )
         return grads
 
@@ -88,14 +89,20 @@ class CudaFlash:
         return s.query_starts, s.key_starts, max(2, *s.query_lengths), max(s.key_lengths)
 
 
-class OneSequence(Protocol):
-    """Causal attention of one sequence. q [1, heads, n, d]; k and v [1, groups, n, d]; out as q; lse [1, heads, n]."""
+@cache
+def _no_dropout(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[2] zeros: the state of a random generator, which is not used."""
+    return torch.zeros(2, dtype=dtype, device=device)
 
-    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+
+class OneSequence(Protocol):
+    """Attention of one sequence. q [1, heads, n, d]; k and v [1, groups, m, d]; out as q; lse [1, heads, n]."""
+
+    def one(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
 
-    def causal_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    def one_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
 
@@ -103,96 +110,146 @@ class OneSequence(Protocol):
 class Cudnn:
     """cuDNN's attention of one sequence."""
 
-    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def one(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `OneSequence`."""
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return out, lse[..., 0]
 
-    def causal_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    def one_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `OneSequence`."""
-        no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
-        n = q.shape[2]
+        state = _no_dropout(q.device, torch.int64).unbind()
+        sizes = q.shape[2], k.shape[2]
         grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse[..., None], *no_dropout, None, None, None, n, n, 0.0, True, scale=scale
+            grad, q, k, v, out, lse[..., None], *state, None, None, None, *sizes, 0.0, causal, scale=scale
         )
         return grads
 
 
-class LongSequences:
-    """Long causal sequences one by one by one kernel, runs of other sequences by another.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A long sequence, or a run of others."""
 
-    A long sequence is extended to a multiple of some length by whatever follows it in the packed tensor: no query sees what is after it. The
-    queries after its end have a log-sum-exp that makes their probabilities, and with them their part of every gradient, 0.
+    queries: slice
+    keys: slice
+    others: Sequences | None
+    """None: it is one long sequence"""
+
+
+class LongSequences:
+    """Long sequences one by one by one kernel, runs of other sequences by another.
+
+    The queries of a long sequence are extended to a multiple of some length by whatever follows them in the packed tensor; they have a
+    log-sum-exp that makes their probabilities, and with them their part of every gradient, 0. In a causal sequence the keys are extended too,
+    as no query sees what is after it.
+
+    Args:
+        others: the kernel for runs.
+        long: the kernel for long sequences.
+        least: tokens of a long causal sequence.
+        rounding: what its length is rounded up to.
+        large: says which other sequences are long; their queries are rounded up to its multiple, of which their keys must be one.
     """
 
-    def __init__(self, others: Kernel, long: OneSequence, *, least: int = LONG, multiple: int = MULTIPLE) -> None:
-        self._others, self._long, self._least, self._multiple = others, long, least, multiple
+    def __init__(
+        self, others: Kernel, long: OneSequence, *, least: int = LONG, rounding: int = ROUNDING, large: Large = LARGE
+    ) -> None:
+        self._others, self._long, self._least, self._rounding, self._large = others, long, least, rounding, large
+        self._runs = lru_cache(maxsize=64)(self._runs_of)  # layers ask for the same few
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        if not self._has_long(s):
-            return self._others.forward(q, k, v, s, scale)
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
-        for a, b, run in self._runs(s):
-            if run is None:
-                q_part, k_part, v_part = (self._extended(x, a, b) for x in (q, k, v))
-                part, lse_part = self._long.causal(q_part, k_part, v_part, scale)
-                out[a:b] = part[0].transpose(0, 1)[: b - a]
-                lse[:, a:b] = lse_part[0][:, : b - a]
-            else:
-                out[a:b], lse[:, a:b] = self._others.forward(q[a:b], k[a:b], v[a:b], run, scale)
-        return out, lse
+        parts = [self._forward(run, q, k, v, s.causal, scale) for run in self._runs(s)]
+        out, lse = zip(*parts, strict=True)
+        return _joined(out, 0), _joined(lse, 1)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        if not self._has_long(s):
-            return self._others.backward(grad, q, k, v, out, lse, s, scale)
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for a, b, run in self._runs(s):
-            if run is None:
-                more = -(b - a) % self._multiple
-                q_part, k_part, v_part, out_part, grad_part = (self._extended(x, a, b) for x in (q, k, v, out, grad))
-                lse_part = pad(lse[:, a:b], (0, more), value=torch.finfo(lse.dtype).max / 2)[None]
-                extended = self._long.causal_backward(grad_part, q_part, k_part, v_part, out_part, lse_part, scale)
-                dq, dk, dv = (x[0].transpose(0, 1)[: b - a] for x in extended)
-            else:
-                queries = grad[a:b], q[a:b], k[a:b], v[a:b], out[a:b]
-                dq, dk, dv = self._others.backward(*queries, lse[:, a:b], run, scale)
-            for total, part in zip(grads, (dq, dk, dv), strict=True):
-                total[a:b] = part
-        return grads
+        parts = [self._backward(run, grad, q, k, v, out, lse, s.causal, scale) for run in self._runs(s)]
+        dq, dk, dv = (_joined(x, 0) for x in zip(*parts, strict=True))
+        return dq, dk, dv
 
-    def _has_long(self, s: Sequences) -> bool:
-        return s.causal and max(s.query_lengths) >= self._least
+    def _forward(self, run: _Run, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if run.others is not None:
+            return self._others.forward(q[run.queries], k[run.keys], v[run.keys], run.others, scale)
+        n = run.queries.stop - run.queries.start
+        step = self._rounding if causal else self._large.multiple
+        q, k, v = _extended(q, run.queries, step), _extended(k, run.keys, step), _extended(v, run.keys, step)
+        out, lse = self._long.one(q, k, v, causal, scale)
+        return out[0].transpose(0, 1)[:n], lse[0][:, :n]
 
-    def _runs(self, s: Sequences) -> Iterator[tuple[int, int, Sequences | None]]:
-        """The tokens a to b of each long sequence, and of each run of others between them with its own sequences."""
-        first = start = 0
-        for long, group in groupby(s.query_lengths, lambda n: n >= self._least):
-            lengths = tuple(group)
-            if long:
-                for n in lengths:
-                    yield start, start + n, None
-                    start += n
-            else:
-                starts = s.query_starts[first : first + len(lengths) + 1] - s.query_starts[first]
-                run = Sequences(
-                    causal=True, query_lengths=lengths, key_lengths=lengths, query_starts=starts, key_starts=starts
-                )
-                yield start, start + sum(lengths), run
-                start += sum(lengths)
-            first += len(lengths)
+    def _backward(
+        self,
+        run: _Run,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = lse[:, run.queries]
+        if run.others is not None:
+            grad, q, out = (x[run.queries] for x in (grad, q, out))
+            return self._others.backward(grad, q, k[run.keys], v[run.keys], out, lse, run.others, scale)
+        step = self._rounding if causal else self._large.multiple
+        grad, q, out = (_extended(x, run.queries, step) for x in (grad, q, out))
+        k, v = (_extended(x, run.keys, step) for x in (k, v))
+        more = q.shape[2] - lse.shape[1]
+        lse = pad(lse, (0, more), value=torch.finfo(lse.dtype).max / 2)[None].contiguous()
+        lengths = [x.stop - x.start for x in (run.queries, run.keys, run.keys)]
+        grads = self._long.one_backward(grad, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = (x[0].transpose(0, 1)[:n] for x, n in zip(grads, lengths, strict=True))
+        return dq, dk, dv
 
-    def _extended(self, x: Tensor, a: int, b: int) -> Tensor:
-        """[1, heads, n, d]: the tokens from a to b, and more up to a multiple."""
-        end = a + -(-(b - a) // self._multiple) * self._multiple
-        part = x[a:end] if end <= len(x) else pad(x[a:b], (0, 0, 0, 0, 0, end - b))
-        return part.transpose(0, 1)[None]
+    def _is_long(self, causal: bool, queries: int, keys: int) -> bool:
+        return queries >= self._least if causal else self._large.has(queries, keys)
+
+    def _runs_of(self, s: Sequences) -> list[_Run]:
+        """The sequences in their order: each long one alone, the others between them together."""
+        runs = []
+        lengths = zip(s.query_lengths, s.key_lengths, strict=True)
+        first = q = k = 0
+        for long, group in groupby(lengths, lambda x: self._is_long(s.causal, *x)):
+            sizes = tuple(group)
+            for run in [(x,) for x in sizes] if long else [sizes]:
+                query_lengths, key_lengths = zip(*run, strict=True)
+                ends = q + sum(query_lengths), k + sum(key_lengths)
+                others = None if long else _part(s, first, query_lengths, key_lengths)
+                runs.append(_Run(queries=slice(q, ends[0]), keys=slice(k, ends[1]), others=others))
+                first, q, k = first + len(run), *ends
+        return runs
+
+
+def _extended(x: Tensor, span: slice, multiple: int) -> Tensor:
+    """[1, heads, n, d]: the tokens of `span`, and more up to a multiple."""
+    missing = -(span.stop - span.start) % multiple
+    end = span.stop + missing
+    part = x[span.start : end] if end <= len(x) else pad(x[span], (0, 0, 0, 0, 0, missing))
+    return part.transpose(0, 1)[None]
+
+
+def _part(s: Sequences, first: int, query_lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Sequences:
+    """Consecutive sequences of `s`, from number `first` on."""
+    if len(query_lengths) == len(s.query_lengths):
+        return s
+    places = slice(first, first + len(query_lengths) + 1)
+    return Sequences(
+        causal=s.causal,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        query_starts=s.query_starts[places] - s.query_starts[first],
+        key_starts=s.key_starts[places] - s.key_starts[first],
+    )
+
+
+def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _BySequence:

@@ -3,7 +3,7 @@
 megatron's fallbacks for the gradient norm read each parameter's norm to the host one by one, scale gradients through a copy, rotate queries
 and keys in six kernels, add weight gradients in bf16 to those in fp32 by another kernel, and step torch's AdamW without its fused kernel.
 `install()` runs after megatron is imported and before a model is built; it changes nothing on a CPU, or where megatron found the kernels of the
-two packages. Norms, heads and SwiGLU in half precision are computed by triton_kernels.py.
+two packages. Norms, heads, SwiGLU and merged attention in half precision are computed by triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -66,6 +66,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     y: Tensor = kernels.rms_norm(x, weight, eps)
     return y
+
+
+def merge_attention(out: Tensor, lse: Tensor, place: slice | Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge the attention of some queries to other keys into `out` and `lse`, by the log-sum-exps (formula: tree_attention.py).
+
+    Args:
+        out: [n, heads, d], in the precision of `other_out` or higher.
+        lse: [heads, n].
+        place: which queries the others are, each at most once.
+        other_out: [m, heads, d].
+        other_lse: [heads, m].
+    """
+    kernels = triton_kernels() if _in_half(other_out) else None
+    if kernels is not None:
+        kernels.merge_attention(out, lse, place, other_out, other_lse)
+        return
+    before = lse[:, place]
+    total = torch.logaddexp(before, other_lse)
+    weight, other_weight = ((x - total).exp().mT[..., None] for x in (before, other_lse))
+    out[place] = (out[place] * weight + other_out * other_weight).to(out.dtype)
+    lse[:, place] = total
 
 
 def _swiglu(kernels: ModuleType, fallback: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from agentrl.train.attention_blocks import Call, Range
 from agentrl.train.megatron.attention_kernels import Kernel, Sequences, kernel_for
-from agentrl.train.megatron.gpu_kernels import to_device
+from agentrl.train.megatron.gpu_kernels import merge_attention, to_device
 from agentrl.train.megatron.routing import RoutingPlan
 
 Place = slice | Tensor
@@ -46,6 +46,8 @@ class AttentionPlan:
 
     calls: tuple[CallPlan, ...]
     """the first one is causal and holds every query once"""
+    at_most_two: bool
+    """no query and no key is in more than one of the other calls' blocks, so that at most two partial results are added up"""
     qkv_format: str = "tree"
     """not 'thd': megatron then leaves queries, keys and positions as they are"""
     cp_group: Any = None
@@ -79,7 +81,13 @@ def attention_plan(calls: Sequence[Call], local: Sequence[Range], device: torch.
             key_starts=starts[1],
         )
         plans.append(CallPlan(sequences=sequences, queries=_place(queries, device), keys=_place(keys, device)))
-    return AttentionPlan(calls=tuple(plans))
+    others = [block for call in calls[1:] for block in call.blocks]
+    at_most_two = not (_overlap([b.queries for b in others]) or _overlap([b.keys for b in others]))
+    return AttentionPlan(calls=tuple(plans), at_most_two=at_most_two)
+
+
+def _overlap(spans: Sequence[Range]) -> bool:
+    return any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
 
 
 def _place(spans: Sequence[Range], device: torch.device | str) -> Place:
@@ -113,12 +121,11 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, kernel: Kernel) -> Tensor:
         first, *others = plan.calls
         out, lse = kernel.forward(q, k[first.keys], v[first.keys], first.sequences, scale)
-        if others:
-            merged = out.to(lse.dtype)
-            for call in others:
-                part = kernel.forward(q[call.queries], k[call.keys], v[call.keys], call.sequences, scale)
-                _merge(merged, lse, call.queries, *part)
-            out = merged.to(q.dtype)
+        out = out.to(_sum_dtype(plan, q, lse))
+        for call in others:
+            part = kernel.forward(q[call.queries], k[call.keys], v[call.keys], call.sequences, scale)
+            merge_attention(out, lse, call.queries, *part)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return out
@@ -135,29 +142,18 @@ class _TreeAttention(torch.autograd.Function):
             return result
 
         first, *others = ctx.plan.calls
+        dtype = _sum_dtype(ctx.plan, q, lse)
         dq, dk, dv = part(first)
-        if others or len(dk) < len(k):
-            sums = (
-                dq.to(lse.dtype),
-                _spread(dk, first.keys, len(k), lse.dtype),
-                _spread(dv, first.keys, len(k), lse.dtype),
-            )
-            for call in others:
-                for total, place, values in zip(sums, (call.queries, call.keys, call.keys), part(call), strict=True):
-                    _add(total, place, values)
-            dq, dk, dv = (x.to(q.dtype) for x in sums)
-        return dq, dk, dv, None, None, None
+        sums = dq.to(dtype), _spread(dk, first.keys, len(k), dtype), _spread(dv, first.keys, len(k), dtype)
+        for call in others:
+            for total, place, values in zip(sums, (call.queries, call.keys, call.keys), part(call), strict=True):
+                _add(total, place, values)
+        return *(x.to(q.dtype) for x in sums), None, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, place: Place, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merge partial results [n, heads, d] and their log-sum-exps [heads, n] into those at `place`."""
-    before, own = lse[:, place], out[place]
-    total = torch.logaddexp(before, other_lse)
-    weight, other_weight = ((x - total).exp().mT[..., None] for x in (before, other_lse))
-    own.mul_(weight).addcmul_(other_out, other_weight)
-    lse[:, place] = total
-    if not isinstance(place, slice):  # indexing copied
-        out[place] = own
+def _sum_dtype(plan: AttentionPlan, q: Tensor, lse: Tensor) -> torch.dtype:
+    """The precision in which partial results are added up. A sum of two is rounded once, also in the precision of `q`."""
+    return q.dtype if plan.at_most_two else lse.dtype
 
 
 def _spread(x: Tensor, place: Place, length: int, dtype: torch.dtype) -> Tensor:
@@ -203,10 +199,11 @@ class TreeAttention(nn.Module):
         w is at most d; kernels have one size for all, so narrower values are padded.
         """
         width, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
-        k, v = key[:, 0], F.pad(value, (0, missing))[:, 0] if missing else value[:, 0]
+        # squeezed, not indexed: the gradient of an index is a copy
+        q, k, v = query.squeeze(1), key.squeeze(1), (F.pad(value, (0, missing)) if missing else value).squeeze(1)
         if self.context_parallel > 1:
             k, v = gather_context(torch.cat([k, v], 1)).chunk(2, 1)
-        out = tree_attention(query[:, 0], k, v, packed_seq_params, self.scale)
+        out = tree_attention(q, k, v, packed_seq_params, self.scale)
         return (out[..., :width] if missing else out).flatten(1)[:, None]
 
 

@@ -1,4 +1,5 @@
-"""Triton kernels for what a transformer layer does between its matrix products: heads, RMS norm, SwiGLU. For bf16 and fp16 on a GPU.
+"""Triton kernels for what a transformer layer does between its matrix products: heads, RMS norm, SwiGLU, merging partial attention. For bf16 and
+fp16 on a GPU.
 
 Each is one pass over its inputs and one over its gradients; sums are in fp32 and results are rounded once. `gpu_kernels.py` decides where they
 are used, and `tests/train/test_gpu.py` compares them with torch in fp32.
@@ -292,6 +293,48 @@ def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up of [..., 2f], gate first (Shazeer 2020, GLU variants improve transformer): [..., f], with gradient."""
     y: Tensor = _SwiGlu.apply(x.contiguous())
     return y
+
+
+@triton.jit
+def _merge_attention(
+    out, lse, index, other_out, other_lse, merged_lse, start, rows, queries, heads, width, lse_stride, other_stride,
+    indexed: tl.constexpr, columns: tl.constexpr, block_rows: tl.constexpr,
+):  # fmt: skip
+    """One program: `block_rows` heads of [queries, heads, width] of the other part. Several threads read the same log-sum-exps, so the merged ones
+    are not written over them.
+    """
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    column = tl.arange(0, columns)
+    valid = row < rows
+    inside = valid[:, None] & (column < width)[None]
+    query, head = row // heads, row % heads
+    place = (tl.load(index + query, mask=valid, other=0) if indexed else start + query).to(tl.int64)
+    at = (place * heads + head)[:, None] * width + column
+    before = tl.load(lse + head.to(tl.int64) * lse_stride + place, mask=valid, other=0.0)
+    other = tl.load(other_lse + head.to(tl.int64) * other_stride + query, mask=valid, other=0.0)
+    peak = tl.maximum(before, other)
+    total = peak + tl.log(tl.exp(before - peak) + tl.exp(other - peak))
+    tl.store(merged_lse + head.to(tl.int64) * queries + query, total, mask=valid)
+    value = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) * tl.exp(before - total)[:, None]
+    part = tl.load(other_out + row[:, None].to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
+    value += part * tl.exp(other - total)[:, None]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def merge_attention(out: Tensor, lse: Tensor, place: slice | Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """See `gpu_kernels.merge_attention`."""
+    assert out.is_contiguous()
+    assert lse.stride(1) == other_lse.stride(1) == 1
+    queries, heads, width = other_out.shape
+    rows, columns = queries * heads, triton.next_power_of_2(width)
+    index, start = (place, 0) if isinstance(place, Tensor) else (lse, place.start)
+    merged_lse = lse.new_empty(heads, queries)
+    block = _rows(columns)
+    _merge_attention[(triton.cdiv(rows, block),)](
+        out, lse, index, other_out.contiguous(), other_lse, merged_lse, start, rows, queries, heads, width,
+        lse.stride(0), other_lse.stride(0), indexed=index is place, columns=columns, block_rows=block,
+    )  # fmt: skip
+    lse[:, place] = merged_lse
 
 
 def _rows(columns: int) -> int:
