@@ -31,6 +31,8 @@ class EvalSet:
     """metadata keys by whose values the score is reported too; see `Env.eval_groups`"""
     env: str = ""
     """`EpisodeSpec.env` of its episodes"""
+    samples: int | None = None
+    """episodes per task; None: `--n-samples-per-eval-prompt`"""
 
 
 class TaskSets:
@@ -44,6 +46,8 @@ class TaskSets:
         self._without_reasoning: set[str] = set()
         self.counts: list[str] = []
         """what was read from data files and what of it is used, for the log"""
+        self.eval_samples: dict[str, int] = {}
+        """episodes per task of the evaluation sets that have their own number"""
 
     def training(self) -> list[Task]:
         """Return the training tasks: those of `--prompt-data`, else the environment's split 'train'.
@@ -109,11 +113,13 @@ class TaskSets:
             )
 
     def _evaluation_files(self, pairs: Sequence[str]) -> dict[str, list[Task]]:
-        """The evaluation sets of pairs NAME PATH. A name may be followed by the keys of its set: `NAME:input_key=A,label_key=B`."""
+        """The evaluation sets of pairs NAME PATH. A name may be followed by the keys of its set: `NAME:input_key=A,n_samples_per_eval_prompt=4`."""
         limit = self.config.eval.eval_limit
         sets: dict[str, list[Task]] = {}
         for named, path in zip(pairs[::2], pairs[1::2], strict=True):
             name, keys = split_keys(named)
+            if samples := keys.pop(_SAMPLES, ""):
+                self.eval_samples[name] = int(samples)
             if name in sets:
                 raise DataError(f"--eval-prompt-data: two sets with the name {name!r}")
             sets[name] = self._from_file(f"--eval-prompt-data {name}", path, limit, leave_out=False, **keys)
@@ -204,6 +210,10 @@ class TaskSets:
         return tasks
 
 
+_COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key")
+_SAMPLES = "n_samples_per_eval_prompt"
+
+
 def split_keys(named: str) -> tuple[str, dict[str, str]]:
     """Split `NAME:input_key=A,label_key=B` into the name and the keys.
 
@@ -214,9 +224,12 @@ def split_keys(named: str) -> tuple[str, dict[str, str]]:
     keys: dict[str, str] = {}
     for pair in rest.split(",") if colon else ():
         key, _, value = pair.partition("=")
-        if key not in ("input_key", "label_key", "metadata_key", "tool_key") or not value or key in keys:
+        fits = value and (
+            key in _COLUMNS or (key == _SAMPLES and value.isascii() and value.isdigit() and int(value) > 0)
+        )
+        if not fits or key in keys:
             raise DataError(
-                f"--eval-prompt-data: expected NAME or NAME:input_key=COLUMN,label_key=COLUMN, found {named!r}"
+                f"--eval-prompt-data: expected NAME or NAME:input_key=COLUMN,label_key=COLUMN,{_SAMPLES}=N, found {named!r}"
             )
         keys[key] = value
     return name, keys

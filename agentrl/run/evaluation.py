@@ -88,8 +88,8 @@ async def evaluate(run: EpisodeRun, step: int) -> None:
 async def play_evaluation(run: EpisodeRun, step: int, weights: tuple[Engine, int]) -> None:
     """As `evaluate`, on an engine that has the weights, and their version."""
     engine, version = weights
-    k = run.config.eval.n_samples_per_eval_prompt
     for name, evaluated in run.eval_sets.items():
+        k = evaluated.samples or run.config.eval.n_samples_per_eval_prompt
         started = time.perf_counter()
         prefix = f"eval/{name}/{step}/"
         groups = [

@@ -45,8 +45,9 @@ def _source(components: Components, seed: int) -> DataSource:
 def evaluation_sets(components: Components) -> dict[str, EvalSet]:
     """The evaluation sets by name; those of several environments are named `ENV` (the split 'test') or `ENV/NAME`."""
     if not components.envs:
-        groups = components.env_class.eval_groups
-        return {name: EvalSet(tasks, groups) for name, tasks in components.tasks.evaluation().items()}
+        groups, tasks = components.env_class.eval_groups, components.tasks
+        sets = tasks.evaluation()
+        return {name: EvalSet(each, groups, samples=tasks.eval_samples.get(name)) for name, each in sets.items()}
     return {
         env if name == "test" else f"{env}/{name}": replace(evaluated, env=env)
         for env, each in components.envs.items()

@@ -236,6 +236,14 @@ def test_each_evaluation_set_is_read_with_its_own_keys(hermes, tmp_path):
 def test_an_evaluation_set_may_have_its_own_keys():
     assert split_keys("aime") == ("aime", {})
     assert split_keys("aime:input_key=q,label_key=a.b") == ("aime", {"input_key": "q", "label_key": "a.b"})
-    for wrong in ("aime:", "aime:input_key", "aime:input=q", "aime:input_key=a,input_key=b"):
+    assert split_keys("aime:n_samples_per_eval_prompt=16") == ("aime", {"n_samples_per_eval_prompt": "16"})
+    for wrong in (
+        "aime:n_samples_per_eval_prompt=0",
+        "aime:n_samples_per_eval_prompt=x",
+        "aime:",
+        "aime:input_key",
+        "aime:input=q",
+        "aime:input_key=a,input_key=b",
+    ):
         with pytest.raises(DataError, match="expected NAME or NAME:input_key"):
             split_keys(wrong)

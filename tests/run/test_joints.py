@@ -644,6 +644,7 @@ CASES = [
     # evaluation
     Case("eval_interval", 1, evaluated, ["eval/test/0", "eval/test/1", "eval/test/2"]),
     Case("eval_prompt_data", ["held", "MODEL/tasks.jsonl"], evaluated, ["eval/held/0", "eval/held/2"], EVALUATED),
+    Case("eval_prompt_data", ["held:n_samples_per_eval_prompt=3", "MODEL/tasks.jsonl"], eval_questions, 6, EVALUATED | {"eval_limit": 2}),
     Case("n_samples_per_eval_prompt", 3, eval_questions, 12, EVALUATED),
     Case("eval_temperature", 0.5, sampling("temperature", held_out=True), {0.5}, EVALUATED),
     Case("eval_top_p", 0.5, sampling("top_p", held_out=True), {0.5}, EVALUATED),

@@ -22,8 +22,8 @@ class EvalSettings:
     eval_prompt_data: Annotated[tuple[str, ...], "NAME PATH"] = ()
     """evaluation sets, as pairs of name and data file (default: the environment's split 'test')
 
-    NAME:input_key=COLUMN,label_key=COLUMN gives a set its own columns. With --prompt-data there is no default set; `agentrl eval` then
-    evaluates on that data."""
+    NAME:input_key=COLUMN,label_key=COLUMN gives a set its own columns, NAME:n_samples_per_eval_prompt=N its own number of episodes. With
+    --prompt-data there is no default set; `agentrl eval` then evaluates on that data."""
     eval_engine: Annotated[tuple[str, ...], "separate|HOST:PORT"] = ()
     """separate engine for evaluations, which keeps its weights during training (default: the engine of the rollouts)
 
