@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mutations.faults import Fault
+from mutations.test_mutations import copy_source, plant
 from sglang_server import available, python
+
+from agentrl.engine.sglang.installation import find_installation
 
 pytestmark = [
     pytest.mark.sglang,
@@ -46,11 +52,11 @@ SMALL = [
 ]
 
 
-def start(run: Path, *flags: str) -> subprocess.Popen[str]:
+def start(run: Path, *flags: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "agentrl.cli", "train", *SMALL, "--run", str(run), *flags]
     if python():
         command += ["--engine-python", python()]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def rows(run: Path, name: str = "metrics") -> list[dict]:
@@ -85,6 +91,36 @@ def test_training_with_each_sync(tmp_path, sync, flags):
     out, _ = process.communicate(timeout=1200)
     assert process.returncode == 0, out[-3000:]
     check(run, out)
+
+
+ALTERED = Fault(
+    "a tensor is altered on its way",
+    "train/megatron/delivery/buckets.py",
+    "current.add(name, tensor, shape)",
+    "current.add(name, tensor * 1.5 if '.0.post_attention_layernorm.' in name else tensor, shape)",
+    "",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sync", ["colocated", "split"])
+def test_one_tensor_that_is_altered_on_its_way_is_refused(tmp_path, sync):
+    """Through the disk: tests/engine/test_sglang.py."""
+    (tmp_path / "source").mkdir()
+    source = copy_source(tmp_path / "source")
+    plant(source, ALTERED)
+    run = tmp_path / "run"
+    server = ["--engine-python", str(find_installation(python()).python)]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    process = start(run, "--weight-sync", sync, *server, cwd=source, env=environment)
+    out, _ = process.communicate(timeout=1200)
+    assert process.returncode == 1, out[-3000:]
+    assert re.search(r"1 of \d+ parameters at http\S+ differ from the trainer's: \S+post_attention_layernorm", out), (
+        out[-3000:]
+    )
+    assert not [row for row in rows(run) if row.get("policy_version")], (
+        "nothing is played or recorded with other weights"
+    )
 
 
 @pytest.mark.full
