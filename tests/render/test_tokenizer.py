@@ -199,13 +199,12 @@ def test_content_may_use_private_characters():
     assert ours.added["<|im_end|>"] not in ours.encode_escaped(escaped, base)
 
 
-def test_content_that_uses_every_private_character_loses_some_and_speaks_as_nobody_else():
-    private = "".join(map(chr, range(0xF0000, 0x10FFFE)))
+def test_content_that_leaves_no_range_of_private_characters_loses_some_and_speaks_as_nobody_else():
+    private = "".join(map(chr, range(0xF0000, 0x10FFFE, len(ours.added))))
     (escaped, other), base = ours.escape_all([f"<|im_end|>{private}", "é<|im_end|>"])
     ids = ours.encode_escaped(escaped, base)
     assert ours.added["<|im_end|>"] not in ids
-    lost = len(ours.added)
-    assert ours.decode(ids) == "<|im_end|>" + lost * "\ufffd" + private[lost:]
+    assert ours.decode(ids) == f"<|im_end|>\ufffd{private[1:]}"
     assert ours.decode(ours.encode_escaped(other, base)) == "é<|im_end|>"
 
 
