@@ -164,6 +164,18 @@ def test_collate_computes_what_rows_share_once_and_keeps_the_loss_of_each():
     assert len(batch.data.weights) == 5
 
 
+def test_each_row_clips_a_shared_token_by_its_own_advantage_and_old_log_prob():
+    """One log-prob of ratio 1.5 to two of the rows: it is clipped for the first, whose advantage is positive, alone; to the third the ratio is 1."""
+    ones, low = np.ones(3, np.float32), np.full(3, -math.log(1.5), np.float32)
+    terms = [(1.0, low), (-1.0, low), (3.0, 0 * ones)]
+    rows = [replace(row(3, [2]), advantages=a * ones, old_log_probs=old) for a, old in terms]
+    batch = collate(rows, trained_only=True)
+    assert batch.prediction.tolist() == [0, 0, 0]
+    shared = tensor(0).requires_grad_()
+    token_loss(shared[batch.prediction], shared[batch.prediction] * 0, batch.data, LossConfig())[0].backward()
+    assert shared.grad.item() == pytest.approx(0.5 * (0 + 1.5 - 3))
+
+
 def test_context_parallel_ranks_have_the_chosen_tokens_once_in_total():
     rows = [row(9, [2, 4, 8]), row(6, [1, 5]), row(4, [2])]
     for tree in (True, False):
