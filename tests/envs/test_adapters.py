@@ -266,6 +266,7 @@ class TestMcp:
         status = call("git_status", repo_path=str(repository))
         played = await require_replays(name, [status, "done"], hermes, args, task)
         assert "No commits yet" in played.turns[0].action.results[0].content
+        await require_same_at_any_concurrency(name, hermes, [status, "done"], args, tasks=[task], concurrencies=(1, 2))
 
     @pytest.mark.slow
     async def test_a_tools_error_is_read_by_the_policy_and_a_dead_server_fails_the_episode(self, time_env, hermes):
