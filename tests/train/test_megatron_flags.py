@@ -99,6 +99,7 @@ MODEL = Path(__file__).parents[2] / "agentrl/assets/search_r1_3m"
         ("hidden_dropout", 0.1), ("linear_attention_freq", 4), ("context_parallel_size", 0),
         ("attention_dropout", 0.1), ("muon_momentum", 0.5), ("sgd_momentum", 0.5), ("decoupled_lr", 0.1), ("loss_scale", 2.0),
         ("bf16", True), ("attention_backend", "flash"), ("pipeline_model_parallel_layout", "E|t|L"), ("grad_sync_func", "f"),
+        ("virtual_pipeline_model_parallel_size", 2),
     ],
 )  # fmt: skip
 def test_the_pre_check_refuses_what_cannot_be_trained_or_has_no_effect(name, value):
