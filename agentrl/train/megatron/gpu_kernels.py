@@ -85,7 +85,7 @@ def merge_attention(out: Tensor, lse: Tensor, place: slice | Tensor, other_out: 
     before = lse[:, place]
     total = torch.logaddexp(before, other_lse)
     weight, other_weight = ((x - total).exp().mT[..., None] for x in (before, other_lse))
-    out[place] = (out[place] * weight + other_out * other_weight).to(out.dtype)
+    out[place] = torch.addcmul(out[place] * weight, other_out.to(weight.dtype), other_weight).to(out.dtype)
     lse[:, place] = total
 
 
