@@ -10,7 +10,7 @@ from reward_server import episode as episode_of
 
 from agentrl.cli.main import main
 from agentrl.errors import ContractError
-from agentrl.reward import Scorer, resolve_rewards
+from agentrl.reward import REWARDS, Scorer, resolve_rewards
 from agentrl.rewards.formats import matches, well_formed
 from agentrl.types import ParseError
 
@@ -44,6 +44,9 @@ def test_a_missing_package_is_named_before_anything_starts(monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.delitem(sys.modules, "agentrl.rewards.math_answers", raising=False)
+    monkeypatch.setitem(
+        REWARDS._known, "math", "agentrl.rewards.math_answers:math_correct"
+    )  # another test may have loaded it
     model = [
         "--model",
         str(ROOT / "tests/recorded/model"),

@@ -147,7 +147,7 @@ async def test_a_frozen_players_tokens_are_recorded_and_never_trained(tags):
     made = await group(tags, players={"black": other})
     t = made.trajectories[0]
     assert t.roles == ("white",)
-    assert [r.session for r in other.requests][:1] == ["0-0#black"]
+    assert "0-0#black" in [r.session for r in other.requests]
     assert "0-0#black" in other.released
     kinds = {s.agent_id: {x.provenance for x in s.spans} for s in t.segments}
     assert OTHER in kinds["black"]
