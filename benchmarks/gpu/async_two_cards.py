@@ -74,7 +74,7 @@ LINE = re.compile(r"^rollout\s+(\d+)\s+reward")
 
 
 def wider_heads(source: Path, target: Path) -> Path:
-    """The policy with heads of twice the channels that computes the same: SGLang 0.5.17 does not start with 32 channels a head on a GPU.
+    """The policy with heads of twice the channels that computes the same: SGLang 0.5.17 did not start a Qwen3-MoE with 32 channels a head on a GPU.
 
     The new channels are 0, and stay 0 in training: each factor of their gradients is. A pair of channels that is rotated together moves to where
     twice the channels have its frequency. The norm of a head divides by the root of the mean square, which is halved, so its weight is divided by
