@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Self, cast
+
+import orjson
 
 from agentrl.env import Env
 from agentrl.errors import ConfigError
@@ -83,6 +85,11 @@ def seed_tasks(prompt: str, split: str, size: int) -> Iterator[Task]:
         raise ConfigError(f"there is no split {split!r}; there are 'train' and 'test'")
     for number in range(size):
         yield Task(f"{split}-{number}", prompt, metadata={"seed": first + number})
+
+
+def arguments_key(arguments: Mapping[str, Any]) -> str:
+    """Arguments as JSON, equal for equal ones: a key for what is loaded once for them."""
+    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def part_of(split: str, count: int, test_size: int, size: int) -> range:

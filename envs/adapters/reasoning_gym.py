@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import orjson
 
-from agentrl.envs.adapters.base import Adapted
+from agentrl.envs.adapters.base import Adapted, arguments_key
 from agentrl.errors import ConfigError, describe, suggest
 from agentrl.types import Action, StepResult, Task
 
@@ -32,7 +32,7 @@ class ReasoningGym(Adapted):
         if answer not in _ASK:
             raise ConfigError(f"{self.label()}: answer must be tags or text, found {answer!r}")
         self.answer = answer
-        self._arguments = (size, orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode())
+        self._arguments = (size, arguments_key(config))
         self._dataset("train")
 
     @classmethod
@@ -55,7 +55,7 @@ class ReasoningGym(Adapted):
         """The questions of a split, with the answer as label."""
         if split not in _SEEDS:
             raise ConfigError(f"there is no split {split!r}; there are 'train' and 'test'")
-        dataset = _dataset(cls.target, split, size, orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode())
+        dataset = _dataset(cls.target, split, size, arguments_key(config))
         for number in range(size):
             entry = dataset[number]
             place = {"split": split, "number": number}

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.envs.adapters.base import Adapted, part_of
+from agentrl.envs.adapters.base import Adapted, arguments_key, part_of
 from agentrl.envs.adapters.verifiers_environment import Environment, exports_environment
 from agentrl.errors import ConfigError, describe
 from agentrl.types import Action, Message, StepResult, Task
@@ -29,7 +29,7 @@ class Taskset(Adapted):
     prefix, extra, example = "verifiers", "verifiers", "my_taskset"
 
     def __init__(self, test_size: int = 100, size: int = 10_000, **config: Any) -> None:
-        self._config = orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode()
+        self._config = arguments_key(config)
 
     @classmethod
     def of(cls, target: str) -> Any:
@@ -51,7 +51,7 @@ class Taskset(Adapted):
     @classmethod
     def tasks(cls, split: str, test_size: int = 100, size: int = 10_000, **config: Any) -> Iterator[Task]:
         """The tasks of a split, in the order of the taskset."""
-        theirs = _load(cls.target, orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode())
+        theirs = _load(cls.target, arguments_key(config))
         for number in part_of(split, theirs.count(2 * test_size), test_size, size):
             if number >= theirs.count(number + 1):
                 return

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.envs.adapters.base import Adapted, part_of
+from agentrl.envs.adapters.base import Adapted, arguments_key, part_of
 from agentrl.errors import ConfigError, ContractError, describe
 from agentrl.tool import ToolSpec
 from agentrl.types import Action, FinishReason, Message, StepResult, Task
@@ -49,7 +49,7 @@ class Environment(Adapted):
     prefix, extra, example = "verifiers", "verifiers", "my_environment"
 
     def __init__(self, test_size: int = 100, size: int = 10_000, **args: Any) -> None:
-        self._args = _key(args)
+        self._args = arguments_key(args)
         self._rollout: asyncio.Task[Any] | None = None
 
     @classmethod
@@ -67,7 +67,7 @@ class Environment(Adapted):
     @classmethod
     def tasks(cls, split: str, test_size: int = 100, size: int = 10_000, **args: Any) -> Iterator[Task]:
         """The rows of the environment's data set. Without a data set for evaluation, its first rows are the split 'test'."""
-        env = _load(cls.target, _key(args))
+        env = _load(cls.target, arguments_key(args))
         part = part_of(split, len(env.get_dataset()), test_size, size)
         if env.build_eval_dataset() is not None:
             part = range(size if split == "train" else test_size)
@@ -328,10 +328,6 @@ def _row(env: Any, task: Task) -> dict[str, Any]:
     rows = env.get_eval_dataset() if task.metadata["eval"] else env.get_dataset()
     row: dict[str, Any] = rows[int(task.metadata["row"])]
     return row
-
-
-def _key(args: Mapping[str, Any]) -> str:
-    return orjson.dumps(args, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def _prompt(prompt: Any) -> str | tuple[Message, ...]:
